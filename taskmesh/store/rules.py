@@ -308,12 +308,12 @@ def claimable(worker: Claimant | str, closed_queues: Iterable[str] = (), now: Ex
 
 
 def may_become_claimable(worker: Claimant | str) -> Expression:
-    """Whether the worker is allowed and has not had its SUCCESS: no gate of its own stays shut. Inside `with_facts`."""
+    """Whether the worker is allowed and has not had its SUCCESS: no gate of its own stays shut. For use inside `with_facts`."""
     return {"$not": [{"$in": [NEVER, list(worker_gates(Me.literally(worker)).values())]}]}
 
 
 def all_open(me: Me | Expression, closed_queues: Iterable[str], now: Expression) -> Expression:
-    """Whether all gates are open to the worker `me`. Inside `with_facts`."""
+    """Whether all gates are open to the worker `me`. For use inside `with_facts`."""
     gates = {**task_gates(now), **worker_gates(me)}
     closed = list(closed_queues)
     if closed:
@@ -325,7 +325,7 @@ def all_open(me: Me | Expression, closed_queues: Iterable[str], now: Expression)
 
 
 def status(now: Expression) -> Expression:
-    """Return where the task stands now. Inside `with_facts`."""
+    """Return where the task stands now. For use inside `with_facts`."""
     return {
         "$switch": {
             "branches": [
@@ -380,7 +380,7 @@ def is_forgotten(now: Expression = NOW) -> Expression:
 
 
 def ended_by_time() -> Expression:
-    """Return when time alone finishes the task: null, if it does not. Inside `with_facts`."""
+    """Return when time alone finishes the task: null, if it does not. For use inside `with_facts`."""
     # If its worker dies, this is when the last lease is over.
     lease_end = {"$max": "$$live.ping_expire_time"}
     # Whether it is FAIL once the executions that are live now are lost.
@@ -419,7 +419,7 @@ _moves: Expression = {
         {"$eq": [{"$setIntersection": ["$$live.running_id", f"{MOVES_TO}.held"]}, []]},
     ]
 }
-"""Whether the task moves to another place now. Inside `with_facts`."""
+"""Whether the task moves to another place now. For use inside `with_facts`."""
 
 
 def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage]:
