@@ -37,7 +37,7 @@ async def main() -> None:
     await resize.publish("k", path="a", colour="red")  # refused
     await resize.publish(1, path="a")  # refused
     text: str = await (await resize.publish("k", path="a")).result()  # refused
-    other: str = await resize.handle("k").result()  # refused
+    text = await resize.handle("k").result()  # refused
     resize.handle(7)  # refused
     resize.configure(prioritty=1)  # refused
     resize.configure(delay_ms="1 s")  # refused
