@@ -163,14 +163,11 @@ class Defining:
         when a worker starts.
         """
         watched = checked_watched(collection, pipeline, full_document, on_lost)
-        if unknown := sorted(set(settings) - Settings.__annotations__.keys()):
-            known = ", ".join(Settings.__annotations__)
-            raise InvalidOption(f"mesh.on_change got {unknown[0]}; it takes: {known}")
-        checked_option(settings.get("option"))
+        definer = self._definer("on_change", None, settings)
 
         def define(function: Any) -> TaskDefinition[Any, Any]:
             checked_function("on_change", function)
-            definition = self._define(function, **settings)
+            definition: TaskDefinition[Any, Any] = definer(function)
             changes = DataChanges(self.connection, definition, watched)
             name = reader_name(definition.name)
             self._define(changes.read, name=name, queue=READER_QUEUE, option=READER_OPTION, loop=Loop())

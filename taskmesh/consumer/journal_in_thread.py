@@ -34,23 +34,21 @@ class InThread:
         self._transactions = transactions
         self._execution = execution
 
-    def _do(self, doing: Callable[[Recorder], Awaitable[Any]]) -> Any:
+    def _do(self, doing: Callable[[Recorder], Awaitable[T]]) -> T:
         """Run it in the event loop, and wait."""
 
-        async def do() -> Any:
+        async def do() -> T:
             return await doing(self._execution.journal)
 
         return done_in_loop(self._loop, do())
 
     def begin_step(self, name: str, made_by: str, outer: str | None) -> tuple[str, Document | None]:
         """Return the step's id, and what is recorded of it; None if it has to be done now."""
-        found: tuple[str, Document | None] = self._do(lambda journal: journal.begin_step(name, made_by, outer))
-        return found
+        return self._do(lambda journal: journal.begin_step(name, made_by, outer))
 
     def end_step(self, id_: str, fields: Document | None) -> Document | None:
         """Record the step, if there is something to record."""
-        record: Document | None = self._do(lambda journal: journal.end_step(id_, fields))
-        return record
+        return self._do(lambda journal: journal.end_step(id_, fields))
 
     def in_transaction(self, id_: str, fn: Callable[[Any], Document]) -> Document:
         """Run it in a transaction that commits together with its record."""
@@ -61,15 +59,11 @@ class InThread:
         self, definition: Any, params_by_key: Mapping[str, Mapping[str, Any]], *, detached: bool
     ) -> list[TaskHandle[Any]]:
         """See `BlockingTaskContext.start_many`."""
-        handles: list[TaskHandle[Any]] = self._do(
-            lambda journal: journal.start(definition, params_by_key, detached=detached)
-        )
-        return handles
+        return self._do(lambda journal: journal.start(definition, params_by_key, detached=detached))
 
     def results(self, handles: Sequence[Started], *, return_errors: bool) -> list[Any]:
         """See `BlockingTaskContext.results`."""
-        values: list[Any] = self._do(lambda journal: journal.results(handles, return_errors=return_errors))
-        return values
+        return self._do(lambda journal: journal.results(handles, return_errors=return_errors))
 
     def sleep(self, name: str, ms: int | None, when: datetime | None, outer: str | None) -> None:
         """See `BlockingTaskContext.sleep`."""

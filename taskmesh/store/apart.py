@@ -111,7 +111,7 @@ async def _look(store: Store, references: Callable[[Mapping[str, Any]], Iterable
             }
         },
     ]
-    due = await (await store.driver.aggregate(store.payloads, stages)).to_list(None)
+    due = await store.driver.rows(store.payloads, stages)
     if not due:
         return 0, 0
     alive = await _referred_to(store, [value["task"] for value in due], references)

@@ -427,8 +427,7 @@ async def _unblocked(store: Store, ids: Sequence[str]) -> list[Document]:
         # (Only now, since these may be ten thousand.)
         {"$project": fields},
     ]
-    cursor = await store.driver.aggregate(store.tasks, stages, majority=True)
-    return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
+    return await store.driver.rows(store.tasks, stages, majority=True)
 
 
 async def _blocked(store: Store, ids: Sequence[str]) -> set[str]:
@@ -444,8 +443,7 @@ async def _blocked(store: Store, ids: Sequence[str]) -> set[str]:
         # (However many unfinished ones name it.)
         {"$group": {"_id": "$dependents"}},
     ]
-    cursor = await store.driver.aggregate(store.tasks, stages, majority=True, hint="taskmesh_pending")
-    return {row["_id"] for row in await cursor.to_list(None)}
+    return {row["_id"] for row in await store.driver.rows(store.tasks, stages, majority=True, hint="taskmesh_pending")}
 
 
 async def open_gates(store: Store, ids: Sequence[str]) -> bool:
@@ -503,9 +501,8 @@ async def _release(store: Store, held: Sequence[str]) -> None:
         # (Null, if none exists any more.)
         {"$project": {"last": {"$first": "$by.last"}}},
     ]
-    cursor = await store.driver.aggregate(store.tasks, stages, majority=True)
     by_time: dict[datetime | None, list[str]] = {}
-    for row in await cursor.to_list(None):
+    for row in await store.driver.rows(store.tasks, stages, majority=True):
         by_time.setdefault(row.get("last"), []).append(row["_id"])
     for last, ids in by_time.items():
         # From then on its retention runs.

@@ -131,6 +131,11 @@ class Driver:
         del options["hint"]
         return await self.aggregate(collection, pipeline, majority=majority, snapshot=snapshot, **options)
 
+    async def rows(self, collection: str, pipeline: list[Document], **options: Any) -> list[Document]:
+        """Return all results of a pipeline. The options are those of `aggregate`."""
+        cursor = await self.aggregate(collection, pipeline, **options)
+        return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
+
     async def watch(
         self, pipeline: list[Document], database: str | None = None, collection: str | None = None, **options: Any
     ) -> Any:

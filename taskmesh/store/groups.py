@@ -26,17 +26,13 @@ _KEYS_READ = 1_000
 async def queues_with_groups(store: Store, queues: Collection[str]) -> set[str]:
     """Return the queues in which tasks with a group can be claimed, now or later: one look for each such queue."""
     query = {"queue": {"$in": sorted(queues)}, "group": {"$gte": ""}, "next_claim_time": {"$exists": True}}
-    cursor = await store.driver.aggregate(
-        store.tasks,
-        [
-            # Any task of a group in these queues; the index has no others.
-            {"$match": query},
-            # Each queue once: the server steps from one to the next.
-            {"$group": {"_id": "$queue"}},
-        ],
-        hint="taskmesh_by_group",
-    )
-    return {row["_id"] for row in await cursor.to_list(None)}
+    stages: list[Document] = [
+        # Any task of a group in these queues; the index has no others.
+        {"$match": query},
+        # Each queue once: the server steps from one to the next.
+        {"$group": {"_id": "$queue"}},
+    ]
+    return {row["_id"] for row in await store.driver.rows(store.tasks, stages, hint="taskmesh_by_group")}
 
 
 async def groups_due(
@@ -83,8 +79,8 @@ async def first_of_groups(
     (first, *others) = [_first_of(queue, group, count, names, lanes, until) for group, count in wanted.items()]
     # Each group by itself: the first in the index's order, so that no more is read of it.
     stages = [*first, *({"$unionWith": {"coll": store.tasks, "pipeline": stages}} for stages in others)]
-    cursor = await store.driver.aggregate(store.tasks, stages)
-    found = [row for row in await cursor.to_list(None) if isinstance(row["_id"], str) and isinstance(row["group"], str)]
+    rows_read = await store.driver.rows(store.tasks, stages)
+    found = [row for row in rows_read if isinstance(row["_id"], str) and isinstance(row["group"], str)]
     read = Counter(row["group"] for row in found)
     rows: dict[str, list[Claimable]] = {group: [] for group in wanted}
     for row in await judged(store, worker, found):

@@ -24,7 +24,6 @@ from taskmesh.store.control import NOT_DELETED, values_kept
 from taskmesh.store.driver import CODEC, Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.finish import OWN_PARAMS, STAGED, begun_anew, first_params_if, in_first_stage, of_first_stage
-from taskmesh.store.key_policies import debounced, not_throttled
 from taskmesh.store.numbers import number_at
 from taskmesh.store.prepared import prepared
 from taskmesh.store.publication import Publication, line_of, new_document
@@ -431,7 +430,13 @@ def _unless_it_may_not(publication: Publication, at: rules.Expression) -> Docume
     if publication.configuration.not_update_running:
         return {"$expr": {"$not": [rules.with_facts(at, IS_RUNNING)]}}
     throttle_ms = publication.configuration.throttle_ms
-    return {} if throttle_ms is None else {"$expr": not_throttled(throttle_ms, at)}
+    return {} if throttle_ms is None else {"$expr": _not_throttled(throttle_ms, at)}
+
+
+def _not_throttled(throttle_ms: int, at: rules.Expression) -> rules.Expression:
+    """Whether the last publication that counted is long enough ago. That was its first, if none has been noted."""
+    since = {"$ifNull": ["$task_state.throttled_since", "$task_state.create_time"]}
+    return {"$lte": [{"$add": [since, throttle_ms]}, at]}
 
 
 RECORDED = ("steps", "steps_bytes", "signals", "signals_bytes", "suspended_until", "suspended_for")
@@ -588,7 +593,7 @@ def _new_wish(publication: Publication, now: datetime, at: rules.Expression) -> 
     if start_time is not None or configuration.runs_again:
         state["start_time"] = start_time
     if configuration.debounce_ms is not None:
-        state |= debounced(configuration.debounce_ms, configuration.debounce_max_ms, at)
+        state |= _debounced(configuration.debounce_ms, configuration.debounce_max_ms, at)
     if configuration.throttle_ms is not None:
         state["throttled_since"] = at
     if configuration.expire_time is not None or configuration.runs_again:
@@ -604,6 +609,17 @@ def _new_wish(publication: Publication, now: datetime, at: rules.Expression) -> 
     if configuration.tuned:
         changes["task_option"] = {name: {"$literal": value} for name, value in configuration.tuned.items()}
     return changes
+
+
+def _debounced(debounce_ms: int, most_ms: int | None, at: rules.Expression) -> Document:
+    """When it starts, and since when it has been put off: since the first publication after which no execution has begun."""
+    since = "$task_state.debounced_since"
+    begun = {"$map": {"input": rules.ENTRIES, "in": {"$gte": ["$$this.start_time", since]}}}
+    unfinished = {"$in": [rules.status(at), ["INIT", "RUNNING"]]}
+    put_off = {"$and": [{"$gt": [since, None]}, unfinished, {"$not": [{"$anyElementTrue": [begun]}]}]}
+    first = rules.with_facts(at, {"$cond": [put_off, since, at]})
+    latest = [] if most_ms is None else [{"$add": [first, most_ms]}]
+    return {"debounced_since": first, "start_time": {"$min": [{"$add": [at, debounce_ms]}, *latest]}}
 
 
 def _runs_again(interval_ms: int, at: rules.Expression) -> rules.Expression:

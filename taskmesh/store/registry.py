@@ -100,8 +100,7 @@ async def workers(store: Store) -> list[Document]:
         # By id, so that lists stay in place from one look to the next.
         {"$sort": {"_id": 1}},
     ]
-    cursor = await store.driver.aggregate(store.workers, stages)
-    return await cursor.to_list(None)  # type: ignore[no-any-return]
+    return await store.driver.rows(store.workers, stages)
 
 
 async def queues(store: Store) -> dict[str, Document]:
@@ -119,8 +118,8 @@ async def queues(store: Store) -> dict[str, Document]:
         }
     }
     # All settings as they are, but the pauses as of now: one may be over that nobody has removed.
-    cursor = await store.driver.aggregate(store.queues, [{"$set": {"paused": paused, "paused_groups": groups}}])
-    return {document["_id"]: document for document in await cursor.to_list(None)}
+    found = await store.driver.rows(store.queues, [{"$set": {"paused": paused, "paused_groups": groups}}])
+    return {document["_id"]: document for document in found}
 
 
 async def closed_queues(store: Store) -> list[str]:

@@ -48,8 +48,7 @@ async def attend(store: Store) -> Attendance:
         {"$set": {"now": store.now, "age": {"$subtract": [store.now, "$seen"]}}},
     ]
     while True:
-        cursor = await store.driver.aggregate(store.meta, stages)
-        found = await cursor.to_list(None)
+        found = await store.driver.rows(store.meta, stages)
         if not found:
             with contextlib.suppress(DuplicateKeyError):
                 # The first worker ever: no outage before it.
@@ -151,8 +150,7 @@ async def _read(store: Store, query: Document, *stages_between: Document) -> lis
         # The next to tick first; those of one moment always in one order.
         {"$sort": {"next_time": 1, "_id": 1}},
     ]
-    cursor = await store.driver.aggregate(store.schedules, stages)
-    return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
+    return await store.driver.rows(store.schedules, stages)
 
 
 async def publish_ticks(

@@ -116,8 +116,8 @@ async def _first_in_line(store: Store, lines: Sequence[str]) -> dict[str, Docume
         # The first of each.
         {"$group": {"_id": "$task_state.line", "head": {"$first": "$_id"}, "place": {"$first": "$task_state.place"}}},
     ]
-    cursor = await store.driver.aggregate(store.tasks, stages, majority=True, hint="taskmesh_in_line")
-    return {row["_id"]: row for row in await cursor.to_list(None)}
+    rows = await store.driver.rows(store.tasks, stages, majority=True, hint="taskmesh_in_line")
+    return {row["_id"]: row for row in rows}
 
 
 async def _move_on(

@@ -224,7 +224,9 @@ def test_every_public_call_that_names_something_is_tried(mongo_uri: str) -> None
         "Publisher.check_many",
         "Publisher.addressed",
         "Publisher.made",
+        "Publisher.handle",
         "Publisher.handle_of",
+        "TaskMesh.handle",
         "TaskMesh.task",
         "Flows.member",
     }  # by the same checks as `publish`

@@ -80,8 +80,7 @@ async def _rows(store: Store) -> list[Row]:
 async def _read(store: Store, crowds: Sequence[Row], at_most: int, deadline_ms: int) -> list[Document]:
     pipeline = union_of(store, [_sorted_out(crowd, at_most) for crowd in crowds])
     options: dict[str, Any] = {"maxTimeMS": deadline_ms, "batchSize": _BATCH, "allowDiskUse": False}
-    cursor = await store.driver.aggregate(store.tasks, pipeline, **options)
-    return await cursor.to_list(None)  # type: ignore[no-any-return]
+    return await store.driver.rows(store.tasks, pipeline, **options)
 
 
 def _sorted_out(crowd: Row, at_most: int) -> list[Document]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 from taskmesh.model.worker import Claimant
 from taskmesh.store import rules
@@ -94,8 +93,7 @@ async def judge(
             # What the rule says.
             {"$project": shape},
         ]
-        cursor = await store.driver.aggregate(store.tasks, stages)
-        found: list[Document] = await cursor.to_list(None)
+        found = await store.driver.rows(store.tasks, stages)
         if any(not isinstance(row["task"].get(name), str) for row in found for name in ("name", "key", "queue")):
             raise Strange(f"one of {len(found)} tasks has no name, key or queue")
         return found
@@ -148,6 +146,5 @@ async def read_with_losses(store: Store, id_: str) -> tuple[Document, list[str],
         # The task as it stands; nothing, if no reader sees it any more.
         *as_read(store.now, params=True),
     ]
-    cursor = await store.driver.aggregate(store.tasks, stages)
-    found: list[dict[str, Any]] = await cursor.to_list(None)
+    found = await store.driver.rows(store.tasks, stages)
     return (found[0], found[0].pop("_lost"), found[0].pop("_now")) if found else None

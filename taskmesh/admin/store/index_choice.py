@@ -197,8 +197,8 @@ async def counted(store: Store, stages: list[Document], index: str, at_most: int
     limit: list[Document] = [] if at_most is None else [{"$limit": at_most}]
     # And their number.
     pipeline = [*stages, *limit, {"$count": "n"}]
-    cursor = await store.driver.aggregate(store.tasks, pipeline, hint=index, **deadline.options())
-    return int(sum(row["n"] for row in await cursor.to_list(None)))
+    rows = await store.driver.rows(store.tasks, pipeline, hint=index, **deadline.options())
+    return int(sum(row["n"] for row in rows))
 
 
 async def _span(store: Store, which: TaskFilter) -> list[Document]:

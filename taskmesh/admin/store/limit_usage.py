@@ -42,8 +42,7 @@ async def usage(store: Store, queues: Collection[str], longer_ms: Mapping[str, i
         # How many executions hold a lease, by queue and group.
         {"$group": {"_id": {"queue": "$queue", "group": "$group"}, "live": {"$sum": live}}},
     ]
-    cursor = await store.driver.aggregate(store.tasks, counting)
-    for row in await cursor.to_list(None):
+    for row in await store.driver.rows(store.tasks, counting):
         group = row["_id"].get("group")
         if row["live"] and isinstance(group, (str, NoneType)):
             running[row["_id"]["queue"]][group] = row["live"]
@@ -67,8 +66,7 @@ async def usage(store: Store, queues: Collection[str], longer_ms: Mapping[str, i
             }
         },
     ]
-    cursor = await store.driver.aggregate(store.limits, stages)
-    booked = {row["_id"]: row for row in await cursor.to_list(None)}
+    booked = {row["_id"]: row for row in await store.driver.rows(store.limits, stages)}
     return {queue: _usage(by_group, booked.get(queue, {})) for queue, by_group in running.items()}
 
 

@@ -38,9 +38,9 @@ async def newest_ended(store: Store) -> list[Ended]:
     usual = {ms for ms in (_USUAL.retain_success_ms, _USUAL.retain_failed_ms) if ms is not None}
     others = sorted(await retentions_ms(store) - usual)[: _MOST_RETENTIONS - len(usual)]
     stages = union_of(store, [_last_removed(store, ms) for ms in [*usual, *others]])
-    cursor = await store.driver.aggregate(store.tasks, stages, hint="taskmesh_delete")
+    rows = await store.driver.rows(store.tasks, stages, hint="taskmesh_delete")
     # A task may be among the last of several retentions; and a foreign one has not ended.
-    found = {row["_id"]: row for row in await cursor.to_list(None) if _is_ended(row)}
+    found = {row["_id"]: row for row in rows if _is_ended(row)}
     newest = sorted(found.values(), key=lambda row: row["finished"], reverse=True)[:LOOKED_AT]
     return [
         Ended(row["queue"], _ms(row.get("due"), row.get("started")), _ms(row.get("last_started"), row.get("ended")))

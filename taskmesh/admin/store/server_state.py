@@ -266,8 +266,7 @@ async def open_flows(store: Store, by_s: float) -> list[str]:
         # (And nothing else of them.)
         {"$project": {"_id": 1}},
     ]
-    cursor = await store.driver.aggregate(store.flows, stages, maxTimeMS=DEADLINE_MS)
-    return [str(flow["_id"]) for flow in await cursor.to_list(None)]
+    return [str(flow["_id"]) for flow in await store.driver.rows(store.flows, stages, maxTimeMS=DEADLINE_MS)]
 
 
 def _some_of(query: Document) -> list[Document]:
@@ -277,8 +276,7 @@ def _some_of(query: Document) -> list[Document]:
 
 async def _rows(store: Store, stages: list[Document], hint: str | None = "taskmesh_status") -> list[Document]:
     index: dict[str, Any] = {} if hint is None else {"hint": hint}
-    cursor = await store.driver.aggregate(store.tasks, stages, maxTimeMS=DEADLINE_MS, **index)
-    return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
+    return await store.driver.rows(store.tasks, stages, maxTimeMS=DEADLINE_MS, **index)
 
 
 async def _count(store: Store, query: Document, hint: str) -> int:

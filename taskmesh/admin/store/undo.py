@@ -50,9 +50,7 @@ async def actions(store: Store, limit: int) -> list[Document]:
             }
         },
     ]
-    cursor = await store.driver.aggregate(store.actions, stages)
-    found: list[Document] = await cursor.to_list(None)
-    return found
+    return await store.driver.rows(store.actions, stages)
 
 
 async def action(store: Store, id_: str) -> Document | None:
@@ -63,8 +61,7 @@ async def action(store: Store, id_: str) -> Document | None:
         # Whether its copies are still there, by the server's clock.
         {"$set": {"kept": {"$gt": ["$undo_until", store.now]}}},
     ]
-    cursor = await store.driver.aggregate(store.actions, stages)
-    found = await cursor.to_list(None)
+    found = await store.driver.rows(store.actions, stages)
     return found[0] if found else None
 
 
@@ -88,8 +85,7 @@ async def keep(store: Store, id_: str, which: Document, undo_ms: int) -> dict[st
         # Again, if a task changed before the action came: its newest copy counts.
         {"$merge": {"into": store.undo, "on": "_id", "whenMatched": "replace", "whenNotMatched": "insert"}},
     ]
-    cursor = await store.driver.aggregate(store.tasks, stages)
-    await cursor.to_list(None)
+    await store.driver.rows(store.tasks, stages)
     copies = store.driver.collection(store.undo).find({"of": id_, "round": round_}, {"task._id": 1, "state": 1})
     return {copy["task"]["_id"]: copy["state"] for copy in await copies.to_list(None)}
 
@@ -180,9 +176,9 @@ async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tup
             # In place of what stands there, if nothing has happened to it since.
             {"$merge": merge},
         ]
-        await (await store.driver.aggregate(store.undo, stages)).to_list(None)
+        await store.driver.rows(store.undo, stages)
         if action == "delete":
-            await (await store.driver.aggregate(store.undo, [these, *strangers])).to_list(None)
+            await store.driver.rows(store.undo, [these, *strangers])
         tasks = {"_id": {"$in": [copy.removeprefix(f"{id_}/") for copy in ids]}, "bulk_id": undone}
         restored += await store.driver.collection(store.tasks).count_documents(tasks)
         seen += len(ids)

@@ -59,7 +59,7 @@ def unpacked(message: bytes) -> list[Any]:
 # --- errors ---
 
 
-def error_as_data(error: BaseException, reason: Reason | None = None) -> dict[str, Any]:
+def error_as_data(error: BaseException) -> dict[str, Any]:
     """Return an error as data: its classes by name, its reason with the traceback, the kind of ending, its plain attributes."""
     kind = next((kind for kind in _KINDS if isinstance(error, kind)), None)
     delay_ms = None
@@ -75,7 +75,7 @@ def error_as_data(error: BaseException, reason: Reason | None = None) -> dict[st
                 checked_size("next", error.params)
         except Exception as refusal:  # noqa: BLE001 — its params may be anything
             return error_as_data(refusal)
-    reason = reason or reason_of(error)
+    reason = reason_of(error)
     return {
         "module": cleaned(str(type(error).__module__)),
         "class": cleaned(type(error).__qualname__),
