@@ -44,7 +44,7 @@ from taskmesh.store.values import MAX_BYTES, new_id
 T = TypeVar("T")
 PUBLISH_DEADLINE_S = 30.0
 _AFTER_AN_ERROR_S = 10.0
-"""How long a publication is tried again at least, however long it had succeeded before its first error."""
+"""For how long a publish is tried again after its first error, even if `PUBLISH_DEADLINE_S` is over before."""
 _AT_A_STRETCH = 500
 """So many of one call are checked before other tasks in the event loop have their turn: some milliseconds."""
 

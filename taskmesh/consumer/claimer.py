@@ -48,7 +48,8 @@ _HELD_OFF_PAUSES_S = 0.1, 5.0
 """The first and the longest pause of all claims, if all of them fail with one error that is not about documents (a revoked
 right, an invalid filter)."""
 _SPENT_SHARE = 0.2
-"""How much of a lease may be used up when its execution starts: a set that waits for a locked document has its time frozen."""
+"""How much of a lease may be used up when its execution starts. All leases of a set begin when the claim begins, even
+if it then waits for a locked document."""
 _CONFIRMED_WITHIN_S = 5.0
 """How long to wait until a majority has confirmed a claim, as long as for an outcome."""
 _SECOND_LOOK_S = 0.025
@@ -412,7 +413,7 @@ class Claimer:
             logger.error("task %s cannot be claimed, and is set aside for a while: %.200s", candidate.id, error)
 
     def _look_again(self, candidates: list[Candidate]) -> None:
-        """Try once more, a moment later, those that had only just become due: our idea of the server's clock may be off."""
+        """Try again, a moment later, what had only just become due: our idea of the server's clock may be off."""
         soon = time.monotonic() + _SECOND_LOOK_S
         for candidate in candidates:
             if candidate.timed and candidate.due > soon - 0.1 and candidate.id not in self._executions:

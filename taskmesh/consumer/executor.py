@@ -438,14 +438,14 @@ class Executor:
                 self._failures.note(execution, failed=True)
             self._over(execution, recorded=recorded)
 
-        if execution.handler_done is None or execution.handler_done.is_set():  # what goes on keeps its slot
+        if execution.handler_done is None or execution.handler_done.is_set():  # one that goes on keeps its slot
             if execution.loop is None:
                 self._executions.recording.add(execution)
             self._slot_freed()
         self._finisher.add(outcome, over)
 
     def _recorded_with_publications(self, execution: Execution, outcome: Outcome, error: BaseException | None) -> None:
-        """The outcome and the tasks that the handler published were recorded together, or refused."""
+        """Conclude: outcome and published tasks were recorded together or, with an `error`, not recorded."""
         if error is None:
             if outcome.kind in _SUCCESSES:
                 self._succeeded(execution, concerns_others=outcome.concerns_others)

@@ -662,7 +662,7 @@ class Journal:
 
 
 def _name_of_join(ids: Sequence[str]) -> str:
-    """Return the name of the record that all these children have ended: by what was asked for, not when."""
+    """Return the name of the record that all these children have ended: it follows from which they are."""
     each = sorted(set(ids))
     name = f"results of {each[0]}" if len(each) == 1 else f"results of {len(each)}"
     if len(each) == 1 and len(name) <= _LONGEST_SHOWN:

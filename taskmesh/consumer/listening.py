@@ -29,7 +29,7 @@ LEAST = 2
 A_FEW = 8
 """Up to so many workers that can run the same tasks all listen, as long as that is affordable."""
 SLOTS_THAT_LISTEN = 64
-"""Of more workers, as many listen as have at least so many slots together."""
+"""If there are more workers, as many listen as together have at least this many slots."""
 _WRITES_OF_A_TASK = 3
 """Publish, claim, finish."""
 _WAKE_S = 5e-5

@@ -49,8 +49,8 @@ _ABOUT_THE_TASK = (TaskFailed, Retry, Snooze, Next)
 _DOES_NOT_FIT = (StepMismatch, CannotDecrypt, PayloadMissing)
 """Errors that say that the code or the keys of this worker do not fit the task."""
 _CONFLICTS_IN_A_ROW = 100
-"""So many conflicts of `transaction()` in a row are a failure. The waits between them are longer than a dead worker's locks
-last."""
+"""This many conflicts of `transaction()` in a row are a failure. The waits between them add up to more time than the
+locks of a dead worker last."""
 _MISMATCH_WAITS_MS = 5_000
 """How long a task waits if the code or the keys of a worker do not fit it; longer, if its retry delay is."""
 _FIRST_WAIT_MS, _LONGEST_WAIT_MS = 20, 1_000
@@ -205,7 +205,7 @@ def failure(execution: Execution, ending: Ending) -> Outcome:
     loop = execution.loop
     if final is not None:
         entry |= {"final": True, "final_because": final}
-    elif isinstance(ending.error, ALWAYS_FINAL) and loop is None:  # which nothing ends for good
+    elif isinstance(ending.error, ALWAYS_FINAL) and loop is None:  # a loop never FAILs for good
         entry["final"] = True
     delay_ms = delay_of(ending.error) if isinstance(ending.error, Retry) else None
     if loop is not None and delay_ms is None:

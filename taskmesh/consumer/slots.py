@@ -136,7 +136,7 @@ class Slots:
         return None
 
     def unused(self, id_: str) -> Place | None:
-        """The task of a slot does not run, or no longer: free the slot. Return its place."""
+        """Free the slot of a task that does not run here, or no longer does. Return the place of the slot."""
         slot = self.taken_from(id_)
         if slot is None:
             return None

@@ -167,7 +167,7 @@ class Together:
             if todo[0].refused or not isinstance(error, PyMongoError):
                 todo[0].end(error)
                 return
-            # Whoever is told has to run again: it is looked at once more, with what the database has then.
+            # A refusal makes the handler run again, so this is tried once more, with what the database has by then.
             todo[0].refused = True
             await self._record(todo, beside=beside)
             return

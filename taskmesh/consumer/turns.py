@@ -46,7 +46,7 @@ class Turns(Generic[T]):
     """
 
     LOW = 2
-    """If no more than so many are left of a group of which there are more, more are wanted."""
+    """When a group that has more tasks than are held here has only this many left, more are wanted."""
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line[T]] = {}

@@ -6,7 +6,7 @@
       backup claims: what others should take             pinger (a thread): leases;  reporter: progress, logs
 
 Each part holds those that it needs by their type, so each line below makes what the lines after it use. The parts that go on by
-themselves have `run`, a loop around `run_once`. Those who find tasks and the one who claims them meet at the claim queue.
+themselves have `run`, a loop around `run_once`. The finding parts and the claimer meet at the claim queue.
 """
 
 from __future__ import annotations
@@ -476,7 +476,7 @@ class Worker:
         self._stopping = Stopping(life, self.claimer, self.executions, self.finisher)
 
     async def enter(self) -> None:
-        """Register: first the tasks, so that whoever sees the worker sees them, too.
+        """Register the tasks, then the worker, so that whoever sees the worker sees its tasks, too.
 
         Raises as `Registration.enter` does, and `InvalidOption` if the server does not let us watch what a task is declared
         for.

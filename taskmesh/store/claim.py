@@ -69,14 +69,15 @@ _EXTRA_FIELDS: Document = {
     # Users' own fields at the top, whose names are unknown here. Under one name, until they are read.
     _EXTRA: {"$arrayToObject": {"$filter": {"input": {"$objectToArray": "$$ROOT"}, "cond": {"$not": [_OWN]}}}}
 }
-# Everything but this: the rest of the document as it is, with users' own fields. That costs the server a third of picking fields.
+# Excludes these fields, so that users' own fields, whose names are unknown, are returned. It costs the server a third
+# of what picking fields costs.
 _ALL_BUT: Document = dict.fromkeys(sorted(Task.OWN_FIELDS - WHOLE_FIELDS.keys() - {"_id", "params"}), 0)
 _ALL_THAT_RUNS_NEED: Document = (
     # Nor large parts of `task_state` that no execution asks for.
     _ALL_BUT | dict.fromkeys((f"task_state.{name}" for name in ("signals", "stages", "dependents", "after.ids")), 0)
 )
 _FIRST_RUN: Document = {"task_state.worker_states": {"$size": 1}, "task_state.steps_bytes": {"$in": [None, 0]}}
-"""Neither failures with their logs, nor records. Of other tasks the fields are picked."""
+"""Matches tasks without failures (which have logs) and without records. For other tasks, fields are picked."""
 _RUNNING_ID = "task_state.worker_states.running_id"
 _PUT_OFF_BY = ("start_time", "resume_time", "suspended_until")
 _KNOWN_OF_UNTRIED = {
@@ -210,9 +211,9 @@ def _candidates(ids: Any, narrowed_by: Mapping[str, Any] | None) -> Document:
 
 
 def _never_by(running_id: str) -> Document:
-    """Match what this very claim has not won before: its lease may have run out since, if the server was blocked meanwhile.
+    """Match the tasks that this claim has not won already: a fencing token is used once.
 
-    A fencing token is used once, so such a task is not won again.
+    If the server was blocked between the two forms, the lease of a task that the first form won may have run out.
     """
     return {_RUNNING_ID: {"$ne": running_id}, "task_state.losses.running_id": {"$ne": running_id}}
 
@@ -290,7 +291,7 @@ def claim_pipeline(now: rules.Expression, closed_queues: Collection[str] = ()) -
     The variables `$$worker_id`, `$$parent`, `$$labels` and `$$running_id` say who claims, and as what.
 
     The gates are evaluated here and not in the query: the server takes four times as long to parse an expression there
-    (measured: half a millisecond per command), and the facts are computed once for both.
+    (measured: half a millisecond per command), and here gates and new state share facts that are computed once.
     """
     # Entries whose lease ran out leave the list; `counted_losses` counts them in the same write.
     kept = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [rules.is_lost(now)]}}}

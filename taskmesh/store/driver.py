@@ -49,7 +49,7 @@ class _DecimalEncoder(TypeEncoder):
 
 
 class _DecimalCodec(_DecimalEncoder, TypeCodec):
-    """And reads it as `Decimal`."""
+    """Stores `Decimal` likewise, and reads Decimal128 as `Decimal`."""
 
     bson_type = Decimal128
 
@@ -277,7 +277,10 @@ def core_of(client: Any) -> Any:
 
 
 def _is_motors(client: Any) -> bool:
-    """Whether it is a Motor client. Whoever has one has imported Motor; for all others that would be a tenth of our import."""
+    """Whether it is a Motor client.
+
+    Motor is not imported to find out: whoever has its client has imported it. For others it would slow our import.
+    """
     motor = sys.modules.get("motor.motor_asyncio")
     return motor is not None and isinstance(client, motor.AsyncIOMotorClient)
 

@@ -60,7 +60,7 @@ async def get(
 
 
 async def places(store: Store, ids: Sequence[str]) -> dict[str, tuple[str, str | None]]:
-    """Return queue and group of those of these tasks that are in a queue. Foreign documents are left out."""
+    """Return the queue and group of each of these tasks. Foreign documents, and tasks without a queue, are left out."""
     found: list[Document] = []
     for part in in_parts(ids):
         found += await store.find({"_id": {"$in": part}}, {"queue": 1, "group": 1})
@@ -518,7 +518,7 @@ async def unfinished_left(
 
 async def _queues_with_work(store: Store, names: Sequence[str]) -> set[str]:
     """Return the queues in which something runs, or tasks of these names are due. May return more, if there are very many."""
-    # In this order: what runs and is given back in between is due then, and so seen the second time.
+    # In this order: a task that is given back between the two looks is due by then, and found by the second.
     running_in = set(await queues_in_use(store, ["RUNNING"]))
     due_in, all_of_them = await queues_due(store, names, majority=True)
     return running_in | (due_in if all_of_them else set(await queues_in_use(store, ["INIT"])))

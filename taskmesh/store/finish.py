@@ -97,8 +97,8 @@ class Outcome:
     apart: Sequence[Apart] = ()
     """Values that are stored separately, and have to be written first."""
     concerns_others: bool = True
-    """Whether some task may wait for this one. Before it is recorded: it was so at the claim, or that is unknown. After a
-    SUCCESS is recorded: it is so."""
+    """Whether another task may wait for this one: as it was at the claim, True if unknown. `finish` sets it to True
+    where dependents may have been added since."""
 
 
 async def finish(
@@ -109,7 +109,7 @@ async def finish(
     session: Any = None,
     deadline_ms: int = WRITE_DEADLINE_MS,
 ) -> int:
-    """Record outcomes of one kind. Return how many counted; if fewer than given, ask `recorded` and `held`.
+    """Record outcomes of one kind. Return how many counted; if fewer than given, ask `standing`.
 
     Eligible: the entry with this `running_id` is live and the task RUNNING. Writes: the entry (`released`, `snoozed`,
     `suspended` and `conflicted` remove it), `resume_time`, `suspended_until`, `suspended_for`, `timeout_cnt`, `conflict_cnt`,
@@ -150,7 +150,7 @@ async def finish(
 async def _finish_plain(
     store: Store, worker_id: str, outcomes: Sequence[Outcome], session: Any, deadline_ms: int, *, alone: bool
 ) -> int:
-    """Record SUCCESS where the execution is the only one of its task: what the whole form amounts to there.
+    """Record SUCCESS by the short form (see `plain`), where the execution is the only one of its task.
 
     `alone`: only where the task has no dependents, so that nobody has to be told.
     """
@@ -164,7 +164,7 @@ async def _finish_plain(
     query = {
         "$and": [
             {"_id": {"$in": [outcome.id for outcome in outcomes]}, "status": "RUNNING"},
-            # Twice `$nor` is `$or`, but nothing to look for by an index: for that the server may read each document twice.
+            # A double `$nor` is an `$or` that uses no index: with one, the server may read each document twice.
             *(held if len(held) == 1 else [{"$nor": [{"$nor": held}]}]),
             prepared(_single, now, alone),
         ]
@@ -203,7 +203,7 @@ async def _finish_plain(
 def _single(now: rules.Expression, alone: bool) -> Document:
     """Return the conditions under which the SUCCESS of a task's only entry finishes it.
 
-    That the entry is RUNNING is checked elsewhere.
+    `_finish_plain` checks that the entry is RUNNING.
     """
     whole = [*_ended([Outcome("", "", "succeeded")], now), *rules.derivation(now)]
     known = KNOWN_OF_SINGLE - _WAITED_FOR if alone else KNOWN_OF_SINGLE
@@ -266,7 +266,7 @@ async def _note_stopped(store: Store, outcomes: Sequence[Outcome]) -> int:
 
 
 def still_held_by(outcomes: Iterable[Outcome], now: rules.Expression) -> Document:
-    """Match each task only with its own `running_id`."""
+    """Match the tasks whose own entry, by its `running_id`, is live."""
     ids_of = ids_by_claim(outcomes)
     per_claim = [
         {"_id": {"$in": ids}, "task_state.worker_states": at_work(running_id)} for running_id, ids in ids_of.items()
@@ -420,7 +420,7 @@ def _moved(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
             "stages": {"$concatArrays": [before, ended]},
             "params_version": {"$cond": [{"$gt": ["$_next.params", None]}, version, "$task_state.params_version"]},
             "leaving": rules.sent_away(now, {"$not": [mine]}),
-            "moves_to": "$$REMOVE",  # for the queue, the latest word counts
+            "moves_to": "$$REMOVE",  # this `Next` replaces an earlier request for a queue
             "own_params": {"$cond": [{"$gt": ["$_next.params", None]}, True, OWN_PARAMS]},
             # It has begun, and signals may have come for what is still to be done.
             "steps_bytes": 0,
@@ -431,7 +431,7 @@ def _moved(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
     return [
         # What the handler said.
         {"$set": {"_next": own([outcome.entry for outcome in outcomes], outcomes)}},
-        # As of a task that nobody has tried there.
+        # The state of a task that nobody has tried in that queue.
         {
             "$set": {
                 "task_state": {"$mergeObjects": [anew]},
@@ -452,7 +452,7 @@ def held_entry(outcomes: Iterable[Outcome]) -> rules.Expression:
 
 
 def own(values: Sequence[Any], outcomes: Sequence[Outcome]) -> rules.Expression:
-    """Return the one of `values` that belongs to the document. User data, so it stands inside `$literal`."""
+    """Return, for each document, the value at the place of its outcome: user data, so it stands in a `$literal`."""
     first = values[0]
     same = all(value == first and type(value) is type(first) for value in values)
     # Nested values may be equal and still differ: 1 and True.
@@ -469,7 +469,7 @@ def asked_for(outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expre
 
 
 def _resume_time(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
-    """Return the latest such time so far: the end of another worker's execution must not shorten it."""
+    """Return `resume_time`, the latest that was asked for: another worker's execution that ends must not shorten it."""
     if all(outcome.delay_ms is None for outcome in outcomes):
         return {}
     latest = {"$max": ["$task_state.resume_time", asked_for(outcomes, now)]}

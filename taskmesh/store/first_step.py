@@ -32,7 +32,10 @@ class FirstSteps:
         return self._begun(coroutine, name)
 
     def _begun(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Do so on Python 3.11, where a new task can only ask its loop to call the first step soon: we stand in for the loop."""
+        """Do what `begun` does, on Python 3.11.
+
+        There a new task can only ask its loop to call its first step soon, so we stand in for the loop.
+        """
         context = contextvars.copy_context()
         attributes = vars(self._loop)
         before = attributes.get("call_soon")

@@ -26,7 +26,7 @@ from taskmesh.store.server_errors import Code, patiently
 from taskmesh.store.store import Store
 
 MAX_BYTES = 12_000_000
-"""Of the members' `_id`s together: the flow's document names them all."""
+"""The most bytes of the members' `_id`s together: the flow's document names them all."""
 FOUND_AFTER_MS = 1_000
 _KEPT_EMPTY_MS = 3_600_000
 _KEPT_OPEN_MS = 24 * 3_600_000

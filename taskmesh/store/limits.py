@@ -104,7 +104,7 @@ async def set_first_limits(store: Store, queue: str, limits: Document) -> None:
     """Set the given limits, unless somebody has set or removed one of this queue before."""
     own = ("running", "rate", "group_running", "group_rate")
     known = await store.driver.collection(store.limits).find_one({"_id": queue}, dict.fromkeys(own, 1)) or {}
-    if any(name in known for name in own):  # the rule: nothing is written at most starts
+    if any(name in known for name in own):  # the usual case: most starts of a worker write nothing
         return
     first = {"$and": [{"$eq": [{"$type": f"${name}"}, "missing"]} for name in own]}
     # The limits, if they are still the first; else all stays as it is. One update, so that of two that start together one wins.

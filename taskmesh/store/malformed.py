@@ -161,4 +161,4 @@ WELL_FORMED: Document = {
     }
 }
 STRANGE: Document = {"$nor": [WELL_FORMED]}
-"""Matches all others."""
+"""Matches documents that are not well-formed."""

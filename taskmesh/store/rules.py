@@ -4,12 +4,12 @@ Every gate is an expression that says **when** it opens: null (it stands open), 
 somebody changes the task). A worker may claim a task when the latest of its gates is not later than now. All else
 follows from that:
 
-- the claim's filter and `explain` ask all gates (`claim_time`);
+- a claim asks whether all gates are open (`all_open`), scans ask when they will be (`claim_time`), `explain` asks each;
 - `next_claim_time`, by which tasks are found, is the latest of the gates that do not depend on the worker;
 - `status` is read off the same facts.
 
 Python holds no second copy of the rule. "Now" is an expression too: `$$NOW`, the server's clock, in production; a
-literal in tests, which so move time on the real database.
+literal in tests, which can thus move time on a real database.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ HOME = "$task_state.home"
 """The queue that a dead letter has come from. A task that is FAIL is in the queue that its option names (`on_fail`), and has
 this field for as long as it is there."""
 DEPENDENTS = "$task_state.dependents"
-"""The `_id`s of the tasks that wait for this one, or have waited: in it from their publication on."""
+"""The `_id`s of the tasks that wait for this one, or have waited for it, listed from their publication on."""
 HAS_DEPENDENTS: Expression = {"$or": [{"$gt": [DEPENDENTS, []]}, {"$gt": ["$task_state.parent", None]}]}
 """Whether it has, or had, dependents. The handler that started it (`parent`) may ask for its result at any time."""
 ASK_TIME = "$task_state.ask_time"
-"""The mark of a task at which something happened that concerns its dependents, or its dependencies: since when somebody has to
-check (`store/dependencies.py`), who then removes it. In a finished task that is kept for its dependents: when to check
-again."""
+"""The mark of a task: something happened that concerns its dependents or dependencies. Its value is the time since when
+a check is due (`store/dependencies.py`); whoever makes the check removes the mark. In a finished task that is kept for
+its dependents: when to check again."""
 LINE = "$task_state.line"
 """The line that the task stands in, if it has a sequence key (`store/sequences.py`). While its gate is shut it is `in_line`;
 `place` is a different number each time."""
@@ -425,8 +425,8 @@ _moves: Expression = {
 def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage]:
     """Return the last stages of every update: they set `status` and all that follows from the entries.
 
-    Nothing else writes these fields (except the insert of a new task, whose values are trivial), so they cannot drift. An
-    unfinished task for which `where` is false keeps the fields that it has.
+    Nothing else writes these fields, so they cannot drift, except for inserts, whose values are trivial, and the short
+    forms (`plain`), which write what this would. An unfinished task for which `where` is false keeps its fields.
     """
     stored = {field: f"${field}" for field in ("status", "next_claim_time", "settle_time")}
     was_finished = {"$not": [{"$in": [{"$ifNull": ["$status", "INIT"]}, ["INIT", "RUNNING"]]}]}
@@ -491,7 +491,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
             },
         ]
     }
-    # What is behind it in line has to be checked first; and one that blocks the line keeps it until somebody decides.
+    # The tasks behind it in line have to be checked first; and a FAIL that blocks the line does so until somebody acts.
     blocks = {
         "$and": [
             {"$eq": ["$_derived.status", "FAIL"]},
@@ -545,7 +545,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
                 "group": {"$cond": ["$_derived.moves", {"$ifNull": [f"{MOVES_TO}.group", "$$REMOVE"]}, "$group"]},
                 "task_state.moves_to": {"$cond": ["$_derived.moves", "$$REMOVE", MOVES_TO]},
                 "task_state.pending": _present_if({"$and": [{"$not": [finished]}, HAS_DEPENDENTS]}, True),
-                # One that blocks its line keeps its place there, too, if it FAILs before it is the head.
+                # A task that blocks its line keeps its place there even if it FAILs before it is the head.
                 "task_state.in_line": _present_if(
                     {
                         "$or": [

@@ -96,7 +96,7 @@ def _has_left(head: Document, task: Document | None) -> bool:
 
 
 async def _confirmed(store: Store, gone: Sequence[str], heads: dict[str, Document]) -> list[str]:
-    """Return those of which a majority knows, too, that the head has left: no failover brings it back beside the next."""
+    """Return the lines whose head has left on a majority, too: no failover can bring it back beside the next head."""
     known = [heads[line] for line in gone if line in heads]
     tasks = await _tasks_of(store, known, majority=True)
     return [line for line in gone if line not in heads or _has_left(heads[line], tasks.get(heads[line]["head"]))]

@@ -1,7 +1,7 @@
 """Steps: what an execution records while it goes on, and the signals that it consumes.
 
-A record stands in the task itself, in the order in which they were made: so it arrives with the claim, whoever resumes the
-task. It is written once, by the execution that holds the lease, and counts as progress. Fields of a record:
+Records stand in the task itself, in the order in which they were made: so they arrive with the claim, whoever resumes
+the task. Each is written once, by the execution that holds the lease, and counts as progress. The fields of a record:
 
 | field | says |
 | --- | --- |
@@ -102,7 +102,7 @@ async def _record_plain(
     query = {
         "$and": [
             {"_id": {"$in": [outcome.id for outcome in outcomes]}, "status": "RUNNING", "task_state.timeout_cnt": 0},
-            # Twice `$nor` is `$or`, but nothing to look for by an index: for that the server may read each document twice.
+            # A double `$nor` is an `$or` that uses no index: with one, the server may read each document twice.
             *(held if len(held) == 1 else [{"$nor": [{"$nor": held}]}]),
             prepared(_undisturbed, now),
             {"$expr": {"$and": [is_young, _is_new(outcomes)]}},
@@ -125,7 +125,7 @@ def _undisturbed(now: rules.Expression) -> Document:
 
 
 _KNOWN_OF_RUNNING = KNOWN_OF_SINGLE.union(
-    # A record does not change what follows from these, except for the latest start: with the first record it no longer applies.
+    # A record does not change what follows from these. `expire_time` is not known: it ends with the first record.
     {"task_option.concurrent_worker_cnt", "task_state.has_children", "task_state.flow", "task_state.suspended_until"}
 ).difference({"task_state.expire_time"})
 
@@ -147,7 +147,7 @@ def _by_modifiers(worker_id: str, outcome: Outcome) -> tuple[Document, Document]
             "$size": 1,
             "$elemMatch": {"running_id": outcome.running_id, "ping_expire_time": young},
         },
-        # With this record there would be more: it cannot be added twice.
+        # Adding the record changes this sum, so it cannot be added twice.
         "task_state.steps_bytes": outcome.bytes_before or None,
         # What the whole form would change as well: a count, what ends with the first record, places that are free by now.
         "task_state.timeout_cnt": 0,

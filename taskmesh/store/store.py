@@ -2,8 +2,8 @@
 
 In the order of a task's life: `rules`, `publish`, `find`, `claim`, `renew`, `finish`, `control`, `settle`, `limits`; for
 the rest of the fleet `change_stream`, `registry` (workers, queues, definitions), `schedules`, `audit` and `schema`
-(collections, indexes). The queries for people are in `admin/store`. Every verb that changes a task is one pipeline update
-that ends in `rules.derivation`; one that puts a task there, and word of a deletion, have nothing to derive.
+(collections, indexes). The queries for people are in `admin/store`. A verb changes a task by one pipeline update that
+ends in `rules.derivation`, or by a short form that writes what would follow (`plain`). Inserts have nothing to derive.
 """
 
 from __future__ import annotations

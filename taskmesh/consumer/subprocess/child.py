@@ -1,8 +1,9 @@
 """The inside of a child process for `run="process"` handlers: one call at a time, until the parent hangs up.
 
-The guarantees are described in `processes`, the parent's half of a call in `conversation`. The two talk over one socket: down
-comes a `Call`, up go messages that are only data (`wire`). A child ends with its parent, however that ends: it sees the end of
-the lifeline. And it ends with its call's lease, whatever its parent does: both see in shared memory until when that lasts.
+The guarantees are described in `processes`, the parent's half of a call in `conversation`. The two talk over one
+socket: the parent sends a `Call`, the child messages that are only data (`wire`). A child ends with its parent, however
+that ends: it sees the end of the lifeline. And it ends with its call's lease, whatever its parent does: both see in
+shared memory until when that lasts.
 """
 
 from __future__ import annotations
