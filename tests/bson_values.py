@@ -71,5 +71,4 @@ def as_it_comes_back(value: Any) -> Any:
         return "float", "nan" if math.isnan(value) else (value, math.copysign(1, value))
     if isinstance(value, Decimal):
         return "Decimal", str(value)
-    # PyMongo marks what was stored with 64 bits by a subclass of int.
-    return "int" if isinstance(value, int) and not isinstance(value, bool) else type(value).__name__, value
+    return type(value).__name__, value

@@ -166,6 +166,10 @@ class Publisher:
         definition.most_bytes = self.payloads.most_bytes
         return definition
 
+    def workers_changed(self) -> None:
+        """Note that a worker of this mesh has started or ended: the next publication warns by the workers that there are then."""
+        self._connection.registry.outdate()
+
     async def publish_all(
         self,
         definition: Publishable,

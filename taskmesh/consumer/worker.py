@@ -256,6 +256,7 @@ class Consumer:
             raise
         if entered:
             life.state = "running"
+            self._mesh.publisher.workers_changed()
         with handled_by(self):
             try:
                 async with anyio.create_task_group() as loops:
@@ -291,6 +292,7 @@ class Consumer:
     async def _end(self, worker: Worker) -> None:
         """Give everything back."""
         await worker.close()
+        self._mesh.publisher.workers_changed()
         for reader in self._readers:
             reader.close()
         logger.info("worker %s has stopped", self.worker_id, extra={"worker": self.worker_id})

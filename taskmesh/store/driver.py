@@ -14,8 +14,9 @@ from contextlib import asynccontextmanager, suppress
 from decimal import Decimal
 from typing import Any, cast
 
-from bson.codec_options import CodecOptions, DatetimeConversion, TypeCodec, TypeEncoder, TypeRegistry
+from bson.codec_options import CodecOptions, DatetimeConversion, TypeCodec, TypeDecoder, TypeEncoder, TypeRegistry
 from bson.decimal128 import Decimal128
+from bson.int64 import Int64
 from pymongo import AsyncMongoClient, MongoClient
 from pymongo.errors import InvalidName as PyMongoInvalidName
 from pymongo.errors import OperationFailure, PyMongoError, WriteConcernError
@@ -57,11 +58,20 @@ class _DecimalCodec(_DecimalEncoder, TypeCodec):
         return cast(Decimal, value.to_decimal())
 
 
+class _IntDecoder(TypeDecoder):
+    """Reads whole numbers of 64 bits as `int`: a value has one type, whether it was computed just now or read."""
+
+    bson_type = Int64
+
+    def transform_bson(self, value: Any) -> int:
+        return int(value)
+
+
 CODEC: CodecOptions[Document] = CodecOptions(
     tz_aware=True,
     uuid_representation=4,  # the standard one, readable by every other driver
     datetime_conversion=DatetimeConversion.DATETIME_AUTO,  # a foreign date in the year 20 000 must not stop a scan
-    type_registry=TypeRegistry([_DecimalCodec()]),
+    type_registry=TypeRegistry([_DecimalCodec(), _IntDecoder()]),
 )
 PLAIN_CODEC: CodecOptions[Document] = CODEC.with_options(type_registry=TypeRegistry([_DecimalEncoder()]))
 """`CODEC` for reading documents without users' values, or whose values the reader passes through `restored`.
@@ -240,6 +250,8 @@ def restored(value: Any) -> Any:
         return {name: restored(part) for name, part in value.items()}
     if isinstance(value, list):
         return [restored(part) for part in value]
+    if isinstance(value, Int64):
+        return int(value)
     return value.to_decimal() if isinstance(value, Decimal128) else value
 
 

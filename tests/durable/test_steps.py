@@ -82,7 +82,10 @@ async def test_d23_values_come_back_in_the_same_types_on_the_first_run_and_on_a_
     def a_moment():  # type: ignore[no-untyped-def]  # nothing is annotated: the stored form, the first time too
         return (datetime(2026, 1, 2, 3, 4, 5, 678_901, tzinfo=UTC),)
 
-    functions = (a_date, a_decimal, a_model, a_tuple, some_bytes, a_moment)
+    def a_large_number() -> int:
+        return 2**60
+
+    functions = (a_date, a_decimal, a_model, a_tuple, some_bytes, a_moment, a_large_number)
 
     @mesh.task(option=AGAIN)
     async def work() -> None:
@@ -102,6 +105,7 @@ async def test_d23_values_come_back_in_the_same_types_on_the_first_run_and_on_a_
         (1, "x"),
         b"\0\1",
         [datetime(2026, 1, 2, 3, 4, 5, 678_000, tzinfo=UTC)],
+        2**60,
     ]
     first, second = ([type(value) for value in run] for run in seen)
     assert first == second
