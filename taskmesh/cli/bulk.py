@@ -227,7 +227,7 @@ async def undo(
     action: Annotated[
         str | None,
         typer.Argument(
-            metavar="[ACTION]",
+            metavar="ACTION",
             help="The action's id. Without it: list recent actions.",
             autocompletion=completion.action,
         ),

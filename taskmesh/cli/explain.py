@@ -29,12 +29,12 @@ _LOOKED_AT = 200
 async def explain(
     mesh: TaskMesh,
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="The task's name.", autocompletion=completion.name)
+        str | None, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)
     ] = None,
     key: Annotated[
         str | None,
         typer.Argument(
-            metavar="[KEY]", help="The task's key. Without it: the tasks that wait.", autocompletion=completion.key
+            metavar="KEY", help="The task's key. Without it: the tasks that wait.", autocompletion=completion.key
         ),
     ] = None,
     worker_id: Annotated[

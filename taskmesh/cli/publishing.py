@@ -30,8 +30,8 @@ _existing = partial(typer.Option, rich_help_panel="If the key is there already")
 
 def publish(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)],
-    key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="The task's key; not with --from-file.")] = None,
-    params: Annotated[str | None, typer.Argument(metavar="[JSON]", help="The task's params, as a JSON object.")] = None,
+    key: Annotated[str | None, typer.Argument(metavar="KEY", help="The task's key; not with --from-file.")] = None,
+    params: Annotated[str | None, typer.Argument(metavar="JSON", help="The task's params, as a JSON object.")] = None,
     *,
     from_file: Annotated[
         Path | None,
@@ -193,7 +193,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             task = output.from_json(line)
         except ValueError as error:
-            raise typer.BadParameter(f"{path}, line {number} is not JSON: {error}") from None
+            raise typer.BadParameter(f"{path}, line {number} must be JSON, got {shown(line)}: {error}") from None
         if not isinstance(task, dict) or not isinstance(task.get("key"), str) or task.keys() - {"key", "params"}:
             raise typer.BadParameter(f'{path}, line {number}: expected an object with "key" and "params"')
         params = {} if task.get("params") is None else task["params"]
@@ -216,7 +216,7 @@ def params_of(text: str | None) -> dict[str, Any]:
     try:
         value = output.from_json(text)
     except ValueError as error:
-        raise typer.BadParameter(f"the params are not JSON: {error}") from None
+        raise typer.BadParameter(f"the params must be JSON, like '{{\"n\": 1}}', got {shown(text)}: {error}") from None
     if not isinstance(value, dict):
         raise InvalidParams(f"params must be a JSON object by parameter name, got {text}")
     return value

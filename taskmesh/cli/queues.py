@@ -266,9 +266,9 @@ async def schedule(
     mesh: TaskMesh,
     schedule_id: ScheduleId,
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="The task's name.", autocompletion=completion.name)
+        str | None, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)
     ] = None,
-    params: Annotated[str | None, typer.Argument(metavar="[JSON]", help="The task's params, as a JSON object.")] = None,
+    params: Annotated[str | None, typer.Argument(metavar="JSON", help="The task's params, as a JSON object.")] = None,
     *,
     cron: Annotated[str | None, _when(help="Minute, hour, day of month, month, day of week.")] = None,
     timezone: Annotated[str | None, _when(help="The time zone of --cron.  [default: UTC]")] = None,

@@ -284,9 +284,7 @@ async def signal(
     name: Name,
     key: Key,
     event: Annotated[str, typer.Argument(metavar="EVENT", help="What the handler waits for.")],
-    payload: Annotated[
-        str | None, typer.Argument(metavar="[JSON]", help="The payload, as JSON.  [default: {}]")
-    ] = None,
+    payload: Annotated[str | None, typer.Argument(metavar="JSON", help="The payload, as JSON.  [default: {}]")] = None,
     signal_id: Annotated[
         str | None, typer.Option(metavar="ID", help="Identifies the signal: sent twice, it counts once.")
     ] = None,

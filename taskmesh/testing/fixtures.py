@@ -182,8 +182,13 @@ def _variant(request: pytest.FixtureRequest, name: str) -> str | None:
     function = getattr(request, "function", None)
     if not asyncio.iscoroutinefunction(function):
         return None
-    if "anyio_backend" in request.fixturenames or pytest_asyncio is None:
+    if "anyio_backend" in request.fixturenames:
         return f"{name}_of_anyio"
+    if pytest_asyncio is None:
+        raise pytest.UsageError(
+            f"{request.node.name} is async, and nothing runs async tests here: mark it with @pytest.mark.anyio, set "
+            "anyio_mode = auto in pytest's configuration, or install pytest-asyncio"
+        )
     return f"{name}_of_asyncio"
 
 

@@ -132,7 +132,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["publish"], "NAME"),
     (["publish", "add"], "KEY is missing"),
     (["publish", "add", "k", "--from-file", "f"], "give either KEY or --from-file"),
-    (["publish", "add", "k", "{"], "not JSON"),
+    (["publish", "add", "k", "{"], "must be JSON"),
     (["publish", "add", "k", "[1]"], "JSON object"),
     (["publish", "add", ""], "key must have 1 to 512 bytes"),
     (["publish", "a:b", "k"], "a task's name must be 1 to 100 characters"),

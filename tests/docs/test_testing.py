@@ -122,3 +122,10 @@ async def test_of_what_cannot_be_watched(mesh, worker):
     told = output_of(tmp_path, files, status=1, TASKMESH_TEST_URI=mongo_uri)
     assert "1 passed, 1 error" in told
     assert "InvalidOption: task 'changed': the server opens no stream of changes" in told
+
+
+def test_an_async_test_that_nothing_runs_says_what_it_lacks(tmp_path: Path, mongo_uri: str) -> None:
+    test = "async def test_without_a_mark(mesh): ...\n"
+    files = {"conftest.py": FILES["conftest.py"], "pytest.ini": "[pytest]\n", "test_shop.py": test}
+    told = output_of(tmp_path, files, status=1, TASKMESH_TEST_URI=mongo_uri)
+    assert "mark it with @pytest.mark.anyio, set anyio_mode = auto" in told
