@@ -18,7 +18,8 @@ from taskmesh.client.batch import BatchDefinition
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.flows import Flow
 from taskmesh.client.handle import TaskHandle
-from taskmesh.consumer.context import (
+from taskmesh.consumer.lifespan import Lifespan
+from taskmesh.consumer.run.context import (
     BlockingTaskContext,
     TaskContext,
     current_batch,
@@ -26,7 +27,6 @@ from taskmesh.consumer.context import (
     current_blocking_task,
     current_task,
 )
-from taskmesh.consumer.lifespan import Lifespan
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.codec import Codec, Encrypted
 from taskmesh.model.data_change import ChangeEvent
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     from taskmesh.admin.filters import TaskFilter
     from taskmesh.admin.stats import Stats
     from taskmesh.admin.what_if import LimitEffect, OptionEffect, ScheduleEffect
-    from taskmesh.consumer.outcome import Ending
+    from taskmesh.consumer.hooks import Ending
     from taskmesh.consumer.worker import Consumer
     from taskmesh.integrations.encryption import AESCodec
 
@@ -193,7 +193,7 @@ _LATER = {
     "BulkAction": "taskmesh.admin.bulk",
     "BulkResult": "taskmesh.admin.bulk",
     "Consumer": "taskmesh.consumer.worker",
-    "Ending": "taskmesh.consumer.outcome",
+    "Ending": "taskmesh.consumer.hooks",
     "ErrorGroup": "taskmesh.admin.error_groups",
     "ErrorReport": "taskmesh.admin.error_groups",
     "Explanation": "taskmesh.admin.explain",

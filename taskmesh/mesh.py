@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from taskmesh.admin.stats import Stats
     from taskmesh.admin.store.index_choice import Order
     from taskmesh.admin.what_if import WhatIf
+    from taskmesh.consumer.hooks import AfterHook, BeforeHook
     from taskmesh.consumer.observer import Observer
-    from taskmesh.consumer.settings import AfterHook, BeforeHook
     from taskmesh.consumer.worker import ClaimHook, Consumer
 
 P = ParamSpec("P")

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from taskmesh import Consumer, Status, Task, TaskMesh, WorkerInfo
-from taskmesh.consumer.partitions import Partitions
+from taskmesh.consumer.candidates.partitions import Partitions
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.worker import Worker
 from tests.waiting import eventually, wait_until

@@ -1,8 +1,15 @@
 """Running tasks.
 
-Start with `worker`: it has the diagram, and creates all other parts. Then read in the order in which a task passes:
-`listening`, `listener`, `scanner`, `queues`, `backup_claims`, `claim_queue`, `partitions`, `limits`, `claim_filter`, `claimer`,
-`execution`, `executions`, `executor`, `outcome` (for child processes: the package `subprocess`), `transactions`, `together`,
-`pinger`, `reporter`, `finisher`. The life of a worker: `life`, `stopping`, `idleness`. Around them: `settings`, `registration`,
-`unserved`, `ticker`, `context`, `logs`, `tracing`, `signals`.
+Start with `worker`: it has the diagram, and creates all other parts. Its parts are beside it, in the order in which a task passes
+them: `listener`, `scanner`, `claimer`, `executor`. What they work with is in packages, and none of these needs one further down
+in this list:
+
+- `subprocess`: executions in child processes
+- `durable`: what an execution records while it goes on, so that the next one resumes there
+- `candidates`: tasks that could be claimed, between those that find them and the one that claims them
+- `run`: executions, their outcomes, and what renews their leases
+
+The life of a worker: `life`, `stopping`, `idleness`, `signals`, `lifespan`. What it says about itself: `registration`,
+`worker_stats`, `observer`, `logs`. What else it does: `ticker` (schedules), `loops`, `broadcasts`, `unserved`. What users set:
+`settings`, `hooks`.
 """

@@ -17,15 +17,15 @@ from typing import Any
 
 from pymongo.errors import OperationFailure, PyMongoError
 
-from taskmesh.consumer.claim_filter import ClaimFilter
-from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
-from taskmesh.consumer.executions import Executions
+from taskmesh.consumer.candidates.claim_filter import ClaimFilter
+from taskmesh.consumer.candidates.claim_queue import Candidate, ClaimQueue
+from taskmesh.consumer.candidates.limits import Admission, Limits
+from taskmesh.consumer.candidates.queues import Queues
 from taskmesh.consumer.executor import Executor
-from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.life import Life
-from taskmesh.consumer.limits import Admission, Limits
 from taskmesh.consumer.observer import Wait
-from taskmesh.consumer.queues import Queues
+from taskmesh.consumer.run.executions import Executions
+from taskmesh.consumer.run.finisher import Finisher
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until
 from taskmesh.consumer.write_times import WriteTimes

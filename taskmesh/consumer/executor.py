@@ -29,21 +29,20 @@ import anyio.to_thread
 from taskmesh.client.batch import ITEM
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.publisher import Publisher
-from taskmesh.consumer.batches import Batches
-from taskmesh.consumer.claim_queue import ClaimQueue
-from taskmesh.consumer.context import BlockingTaskContext, TaskContext, enter
-from taskmesh.consumer.dependency_results import DependencyResults
-from taskmesh.consumer.dependents import Dependents
-from taskmesh.consumer.execution import Execution
-from taskmesh.consumer.executions import Executions
-from taskmesh.consumer.failure_counts import FailureCounts
-from taskmesh.consumer.finisher import Finisher
-from taskmesh.consumer.journal import Journals
+from taskmesh.consumer.candidates.claim_queue import ClaimQueue
+from taskmesh.consumer.candidates.failure_counts import FailureCounts
+from taskmesh.consumer.candidates.limits import Limits
+from taskmesh.consumer.durable.journal import Journals
+from taskmesh.consumer.hooks import AfterHook, Ending
 from taskmesh.consumer.lifespan import Lifespan
-from taskmesh.consumer.limits import Limits
-from taskmesh.consumer.logs import fields_of
-from taskmesh.consumer.outcome import (
-    Ending,
+from taskmesh.consumer.run.batches import Batches
+from taskmesh.consumer.run.context import BlockingTaskContext, TaskContext, enter, fields_of
+from taskmesh.consumer.run.dependency_results import DependencyResults
+from taskmesh.consumer.run.dependents import Dependents
+from taskmesh.consumer.run.execution import Execution
+from taskmesh.consumer.run.executions import Executions
+from taskmesh.consumer.run.finisher import Finisher
+from taskmesh.consumer.run.outcome import (
     Successes,
     failed_by,
     failure,
@@ -54,12 +53,12 @@ from taskmesh.consumer.outcome import (
     success,
     suspended,
 )
-from taskmesh.consumer.pinger import Pinger
-from taskmesh.consumer.reporter import Reporter
-from taskmesh.consumer.run_time import UNLIMITED
-from taskmesh.consumer.settings import AfterHook, Settings
-from taskmesh.consumer.stop_reasons import FROM_OUTSIDE, Stop
-from taskmesh.consumer.tracing import process_span
+from taskmesh.consumer.run.pinger import Pinger
+from taskmesh.consumer.run.reporter import Reporter
+from taskmesh.consumer.run.run_time import UNLIMITED
+from taskmesh.consumer.run.stop_reasons import FROM_OUTSIDE, Stop
+from taskmesh.consumer.run.tracing import process_span
+from taskmesh.consumer.settings import Settings
 from taskmesh.model.errors import LeaseLost, TaskFailed, TaskMeshError
 from taskmesh.model.stage import Next
 from taskmesh.store.clock import ServerClock

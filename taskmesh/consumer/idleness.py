@@ -12,16 +12,16 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.consumer.claim_filter import ClaimFilter
-from taskmesh.consumer.claim_queue import ClaimQueue
+from taskmesh.consumer.candidates.claim_filter import ClaimFilter
+from taskmesh.consumer.candidates.claim_queue import ClaimQueue
+from taskmesh.consumer.candidates.inserted_tasks import InsertedTasks
+from taskmesh.consumer.candidates.limits import Limits
+from taskmesh.consumer.candidates.queues import Queues
 from taskmesh.consumer.claimer import Claimer
-from taskmesh.consumer.dependents import Dependents
-from taskmesh.consumer.executions import Executions
-from taskmesh.consumer.finisher import Finisher
-from taskmesh.consumer.inserted_tasks import InsertedTasks
 from taskmesh.consumer.life import Life
-from taskmesh.consumer.limits import Limits
-from taskmesh.consumer.queues import Queues
+from taskmesh.consumer.run.dependents import Dependents
+from taskmesh.consumer.run.executions import Executions
+from taskmesh.consumer.run.finisher import Finisher
 from taskmesh.consumer.scanner import Scanner
 from taskmesh.consumer.settings import Settings
 from taskmesh.store import Store

@@ -1,7 +1,7 @@
 """The listener: turns hints of the change stream into candidates, and tells executions what concerns them.
 
 A hint may be lost or late; only the scan is reliable. While the claim queue is full, hints about new work are not even
-delivered, and a scan catches up when there is room again. A worker that does not listen (`consumer/listening.py`) asks once a
+delivered, and a scan catches up when there is room again. A worker that does not listen (`candidates.listening`) asks once a
 second about its executions.
 """
 
@@ -15,18 +15,18 @@ from datetime import datetime
 from pymongo.errors import PyMongoError
 
 from taskmesh.client.change_feed import Feed, Subscription
-from taskmesh.consumer.backup_claims import BackupClaims
-from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
-from taskmesh.consumer.execution import Execution
-from taskmesh.consumer.executions import Executions
-from taskmesh.consumer.inserted_tasks import InsertedTasks
-from taskmesh.consumer.listening import Listening
-from taskmesh.consumer.partitions import Partitions
-from taskmesh.consumer.pinger import Pinger
-from taskmesh.consumer.queues import Queues
+from taskmesh.consumer.candidates.backup_claims import BackupClaims
+from taskmesh.consumer.candidates.claim_queue import Candidate, ClaimQueue
+from taskmesh.consumer.candidates.inserted_tasks import InsertedTasks
+from taskmesh.consumer.candidates.listening import Listening
+from taskmesh.consumer.candidates.partitions import Partitions
+from taskmesh.consumer.candidates.queues import Queues
 from taskmesh.consumer.registration import Orders
+from taskmesh.consumer.run.execution import Execution
+from taskmesh.consumer.run.executions import Executions
+from taskmesh.consumer.run.pinger import Pinger
+from taskmesh.consumer.run.stop_reasons import why_stopped
 from taskmesh.consumer.settings import Settings
-from taskmesh.consumer.stop_reasons import why_stopped
 from taskmesh.consumer.timing import until
 from taskmesh.store import Store, schema
 from taskmesh.store.change_stream import STOPPING, Change, Interest

@@ -17,23 +17,13 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from taskmesh.consumer.context import ExecutionFields, running_task
+from taskmesh.consumer.run.context import fields_of, running_task
 
 Format = Literal["text", "json"]
 SetUp = tuple[int, Format]
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-
-
-def fields_of(execution: ExecutionFields) -> dict[str, str]:
-    """Return the fields of a log record about an execution: `logger.info(…, extra=fields_of(execution))`."""
-    return {
-        "task": execution.name,
-        "key": execution.key,
-        "worker": execution.worker_id,
-        "running_id": execution.running_id,
-    }
 
 
 class TaskFields(logging.Filter):

@@ -18,11 +18,11 @@ from typing import Any
 from pymongo.errors import PyMongoError
 
 from taskmesh.client.definition import TaskDefinition
-from taskmesh.consumer.backup_claims import AFTER_S, LAST_PLACE_TO_WAIT
-from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
-from taskmesh.consumer.executions import Executions
-from taskmesh.consumer.partitions import Partitions
+from taskmesh.consumer.candidates.backup_claims import AFTER_S, LAST_PLACE_TO_WAIT
+from taskmesh.consumer.candidates.claim_queue import Candidate, ClaimQueue
+from taskmesh.consumer.candidates.partitions import Partitions
 from taskmesh.consumer.registration import Registration
+from taskmesh.consumer.run.executions import Executions
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until, varied
 from taskmesh.model.labels import HOST, words

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.consumer.claim_filter import ClaimFilter
+from taskmesh.consumer.candidates.claim_filter import ClaimFilter
+from taskmesh.consumer.candidates.listening import Listening
+from taskmesh.consumer.candidates.partitions import Partitions
 from taskmesh.consumer.claimer import Claimer
-from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.life import Life
-from taskmesh.consumer.listening import Listening
-from taskmesh.consumer.partitions import Partitions
+from taskmesh.consumer.run.executions import Executions
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until
 from taskmesh.consumer.worker_stats import Throughput, WorkerStats

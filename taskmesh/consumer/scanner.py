@@ -17,17 +17,17 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.consumer.backup_claims import LAST_PLACE_TO_WAIT, BackupClaims
-from taskmesh.consumer.claim_filter import ClaimFilter
-from taskmesh.consumer.claim_queue import NOTHING, ClaimQueue, Rank, rank_of
-from taskmesh.consumer.dependents import Dependents
-from taskmesh.consumer.executions import Executions
-from taskmesh.consumer.groups import Groups
-from taskmesh.consumer.limits import Limits
+from taskmesh.consumer.candidates.backup_claims import LAST_PLACE_TO_WAIT, BackupClaims
+from taskmesh.consumer.candidates.claim_filter import ClaimFilter
+from taskmesh.consumer.candidates.claim_queue import NOTHING, ClaimQueue, Rank, rank_of
+from taskmesh.consumer.candidates.groups import Groups
+from taskmesh.consumer.candidates.limits import Limits
+from taskmesh.consumer.candidates.listening import Listening
+from taskmesh.consumer.candidates.partitions import Partitions
+from taskmesh.consumer.candidates.queues import ASK_AT_LEAST_EVERY_S, ASKERS_LOOK_AHEAD_MS, LOOK_AHEAD_MS, Queues
 from taskmesh.consumer.listener import Listener
-from taskmesh.consumer.listening import Listening
-from taskmesh.consumer.partitions import Partitions
-from taskmesh.consumer.queues import ASK_AT_LEAST_EVERY_S, ASKERS_LOOK_AHEAD_MS, LOOK_AHEAD_MS, Queues
+from taskmesh.consumer.run.dependents import Dependents
+from taskmesh.consumer.run.executions import Executions
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until, varied
 from taskmesh.consumer.write_times import WriteTimes

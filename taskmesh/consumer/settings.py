@@ -5,21 +5,18 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from taskmesh.consumer.hooks import AfterHook, BeforeHook
 from taskmesh.consumer.observer import Observer
-from taskmesh.consumer.outcome import Ending
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.ids import checked_worker_id, shown
 from taskmesh.model.labels import HOST, checked_labels
 from taskmesh.model.queue import checked_queue
-from taskmesh.model.task import Task, checked_name
+from taskmesh.model.task import checked_name
 from taskmesh.model.worker import Claimant
-
-BeforeHook = Callable[[Task], Awaitable[None] | None]
-AfterHook = Callable[[Task, Ending], Awaitable[None] | None]
 
 
 @dataclass(kw_only=True)

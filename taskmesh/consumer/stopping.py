@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable, Iterable
 import anyio
 
 from taskmesh.consumer.claimer import Claimer
-from taskmesh.consumer.execution import Execution
-from taskmesh.consumer.executions import Executions
-from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.life import Life
-from taskmesh.consumer.logs import fields_of
-from taskmesh.consumer.stop_reasons import Stop
+from taskmesh.consumer.run.context import fields_of
+from taskmesh.consumer.run.execution import Execution
+from taskmesh.consumer.run.executions import Executions
+from taskmesh.consumer.run.finisher import Finisher
+from taskmesh.consumer.run.stop_reasons import Stop
 
 logger = logging.getLogger("taskmesh.consumer")
 

@@ -30,42 +30,42 @@ from taskmesh.client.events import DEFAULT_BUFFER, EventReader
 from taskmesh.client.publisher import Publisher
 from taskmesh.client.registry import Registry
 from taskmesh.client.schedules import Schedules
-from taskmesh.consumer.backup_claims import BackupClaims
 from taskmesh.consumer.broadcasts import Broadcasts
-from taskmesh.consumer.claim_filter import ClaimFilter
-from taskmesh.consumer.claim_queue import ClaimQueue
+from taskmesh.consumer.candidates.backup_claims import BackupClaims
+from taskmesh.consumer.candidates.claim_filter import ClaimFilter
+from taskmesh.consumer.candidates.claim_queue import ClaimQueue
+from taskmesh.consumer.candidates.failure_counts import FailureCounts
+from taskmesh.consumer.candidates.groups import Groups
+from taskmesh.consumer.candidates.inserted_tasks import InsertedTasks
+from taskmesh.consumer.candidates.limits import Limits
+from taskmesh.consumer.candidates.listening import Listening
+from taskmesh.consumer.candidates.partitions import Partitions
+from taskmesh.consumer.candidates.queues import Queues
+from taskmesh.consumer.candidates.slots import Slots
 from taskmesh.consumer.claimer import Claimer
-from taskmesh.consumer.dependency_results import DependencyResults
-from taskmesh.consumer.dependents import Dependents
-from taskmesh.consumer.executions import Executions
+from taskmesh.consumer.durable.journal import Journals
+from taskmesh.consumer.durable.transactions import Transactions
 from taskmesh.consumer.executor import Executor
-from taskmesh.consumer.failure_counts import FailureCounts
-from taskmesh.consumer.finisher import Finisher
-from taskmesh.consumer.groups import Groups
 from taskmesh.consumer.idleness import Idleness
-from taskmesh.consumer.inserted_tasks import InsertedTasks
-from taskmesh.consumer.journal import Journals
 from taskmesh.consumer.life import DEFAULT_GRACE_MS, Life, State
 from taskmesh.consumer.lifespan import CLOSES_WITHIN_S, Lifespan, Opening
-from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.listener import Listener
-from taskmesh.consumer.listening import Listening
 from taskmesh.consumer.loops import Loops, publications_of
-from taskmesh.consumer.partitions import Partitions
-from taskmesh.consumer.pinger import Pinger
-from taskmesh.consumer.queues import Queues
 from taskmesh.consumer.registration import Commanded, Orders, Registration
-from taskmesh.consumer.reporter import Reporter
+from taskmesh.consumer.run.dependency_results import DependencyResults
+from taskmesh.consumer.run.dependents import Dependents
+from taskmesh.consumer.run.executions import Executions
+from taskmesh.consumer.run.finisher import Finisher
+from taskmesh.consumer.run.pinger import Pinger
+from taskmesh.consumer.run.reporter import Reporter
 from taskmesh.consumer.scanner import Scanner
 from taskmesh.consumer.settings import (
     Settings,
 )
 from taskmesh.consumer.signals import handled_by
-from taskmesh.consumer.slots import Slots
 from taskmesh.consumer.stopping import Stopping, unless_it_takes_too_long
 from taskmesh.consumer.ticker import Ticker
 from taskmesh.consumer.timing import until
-from taskmesh.consumer.transactions import Transactions
 from taskmesh.consumer.unserved import Unserved
 from taskmesh.consumer.worker_stats import WorkerStats
 from taskmesh.consumer.write_times import WriteTimes

@@ -26,7 +26,7 @@ from taskmesh.client.definition import TaskDefinition, is_async
 from taskmesh.client.flows import Flow
 from taskmesh.client.handle import TaskHandle
 from taskmesh.client.portal import portal_loop, run_blocking
-from taskmesh.consumer.context import current_task
+from taskmesh.consumer.run.context import current_task
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.configuration import PublishSettings
 from taskmesh.model.errors import (

@@ -25,7 +25,7 @@ from django.db import close_old_connections, connections
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
-from taskmesh.consumer.context import current_blocking_task
+from taskmesh.consumer.run.context import current_blocking_task
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import InvalidKey, InvalidOption, Snooze, TaskFailed, TaskNotFound
 from taskmesh.model.option import TaskOption

@@ -26,8 +26,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from taskmesh.consumer.context import BlockingTaskContext, TaskContext, current_task, running_task
-from taskmesh.consumer.recording import step_under_way
+from taskmesh.consumer.run.context import BlockingTaskContext, TaskContext, current_task, running_task
+from taskmesh.consumer.run.recording import step_under_way
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.distribution import check_extra
 from taskmesh.model.errors import InvalidKey, InvalidName, TaskFailed, TaskMeshError, TaskTooLarge, UnstorableValue

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Awaitable, Generator
 from datetime import timedelta
 
-from taskmesh.consumer.outcome import Ending
+from taskmesh.consumer.hooks import Ending
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import TaskNotFound
 from taskmesh.model.task import Task

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from pymongo import MongoClient
 
-import taskmesh.consumer.claim_queue
+import taskmesh.consumer.candidates.claim_queue
+import taskmesh.consumer.candidates.queues
 import taskmesh.consumer.listener
-import taskmesh.consumer.queues
 import taskmesh.consumer.scanner
 from taskmesh import Status, TaskMesh, TaskOption, current_task
 from taskmesh.consumer.listener import Listener
@@ -98,7 +98,9 @@ async def test_a_task_published_between_the_opening_of_the_stream_and_the_scan_i
 async def test_what_no_event_announces_is_found_by_the_scan_alone(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(taskmesh.consumer.queues, "_QUEUES_EVERY_S", 1.0)  # how often it looks for new queues
+    monkeypatch.setattr(
+        taskmesh.consumer.candidates.queues, "_QUEUES_EVERY_S", 1.0
+    )  # how often it looks for new queues
     attempts: dict[str, int] = {}
 
     @mesh.task(option=TaskOption(unexpected_retry_delay_ms=0, worker_timeout_ms=1_000, ping_interval_ms=200))
@@ -223,7 +225,7 @@ async def test_m31_idle_consumers_hear_nothing_of_renewals_claims_and_progress(m
 async def test_t27_m16_m17_m19_a_burst_while_all_slots_are_busy_is_worked_off_without_another_event(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    monkeypatch.setattr(taskmesh.consumer.claim_queue, "queue_limit", lambda _: 50)
+    monkeypatch.setattr(taskmesh.consumer.candidates.claim_queue, "queue_limit", lambda _: 50)
     release = asyncio.Event()
     ran: set[str] = set()
 
@@ -297,7 +299,7 @@ async def test_memory_is_bounded_whatever_the_backlog(
     await asyncio.to_thread(_fill, mongo_uri, database, count)
     before = psutil.Process().memory_info().rss
     async with working(mesh, concurrency=5) as consumer:
-        limit = taskmesh.consumer.claim_queue.queue_limit(consumer.concurrency)
+        limit = taskmesh.consumer.candidates.claim_queue.queue_limit(consumer.concurrency)
         assert limit < count / 3
         await eventually(lambda: len(consumer.running) == 5)
         await job.publish_many({f"more {n}": {} for n in range(2_000)})

@@ -9,7 +9,7 @@ import pytest
 from pymongo import AsyncMongoClient
 
 from taskmesh import TaskError, TaskMesh, TaskOption, current_task
-from taskmesh.consumer.finisher import Finisher
+from taskmesh.consumer.run.finisher import Finisher
 from taskmesh.consumer.write_times import WriteTimes
 from taskmesh.store.finish import Outcome
 from tests.faults import failing_commands

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-import taskmesh.consumer.limits
+import taskmesh.consumer.candidates.limits
 from taskmesh import InvalidOption, Status, TaskMesh, current_task
 from taskmesh.store import Store
 from taskmesh.store import limits as store_limits
@@ -111,7 +111,7 @@ async def test_workers_that_take_turns_with_the_slots_of_groups_leave_none_behin
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slot that is free is asked for as soon as it is, and not when a worker looks once more though it has all the room."""
-    monkeypatch.setattr(taskmesh.consumer.limits, "_WHILE_ALL_OURS_S", 3_600.0)
+    monkeypatch.setattr(taskmesh.consumer.candidates.limits, "_WHILE_ALL_OURS_S", 3_600.0)
 
     @mesh.task(queue="narrow")
     async def work() -> None:

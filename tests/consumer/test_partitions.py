@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taskmesh import WorkerInfo
-from taskmesh.consumer.partitions import MOST_SHARES, Partitions
+from taskmesh.consumer.candidates.partitions import MOST_SHARES, Partitions
 from taskmesh.store.publication import LANES, lane_of
 from tests.working import lanes_of, seen_by_others
 

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from taskmesh import TaskMesh
-from taskmesh.consumer.turns import Turns
+from taskmesh.consumer.candidates.turns import Turns
 from tests.working import all_working
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from taskmesh import Consumer, TaskDefinition, TaskMesh, TaskOption, WorkerInfo, current_task
-from taskmesh.consumer import listening
-from taskmesh.consumer.partitions import Partitions
-from taskmesh.consumer.queues import ASK_AT_LEAST_EVERY_S
+from taskmesh.consumer.candidates import listening
+from taskmesh.consumer.candidates.partitions import Partitions
+from taskmesh.consumer.candidates.queues import ASK_AT_LEAST_EVERY_S
 from taskmesh.store.publication import LANES
 from tests.consumer.sampling import starts_of
 from tests.faults import another_mesh

@@ -19,7 +19,7 @@ from taskmesh import (
     TaskOption,
     current_task,
 )
-from taskmesh.consumer.dependents import Dependents
+from taskmesh.consumer.run.dependents import Dependents
 from tests.durable import handlers
 from tests.durable.test_suspension import at_rest, suspended
 from tests.working import finished, status_is, working

@@ -141,7 +141,7 @@ async def test_a_step_beside_one_that_fails_is_recorded_before_the_task_is_tried
 async def test_a_step_that_never_ends_beside_one_that_fails_is_cancelled(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("taskmesh.consumer.journal._ENDS_WITHIN_S", 0.3)
+    monkeypatch.setattr("taskmesh.consumer.durable.journal._ENDS_WITHIN_S", 0.3)
     cancelled: list[str] = []
 
     async def wait_for_ever() -> None:

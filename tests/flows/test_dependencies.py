@@ -21,7 +21,7 @@ from taskmesh import (
     current_task,
 )
 from taskmesh.client.definition import TaskDefinition
-from taskmesh.consumer.dependents import Dependents
+from taskmesh.consumer.run.dependents import Dependents
 from taskmesh.store import dependencies
 from tests.waiting import eventually
 from tests.working import finished, status_is, working

@@ -16,13 +16,14 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.admin import fleet
 from taskmesh.client import change_feed
-from taskmesh.consumer import finisher, transactions
 from taskmesh.consumer.claimer import Claimer
-from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.durable import transactions
 from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.listener import Listener
+from taskmesh.consumer.run import finisher
+from taskmesh.consumer.run.execution import Execution
+from taskmesh.consumer.run.stop_reasons import Stop
 from taskmesh.consumer.scanner import Scanner
-from taskmesh.consumer.stop_reasons import Stop
 from taskmesh.consumer.subprocess import wire
 from taskmesh.consumer.subprocess.processes import Child
 from taskmesh.store import claim, finish, limits, renew, repeated, rules

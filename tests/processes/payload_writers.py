@@ -17,7 +17,8 @@ from pymongo.asynchronous.collection import AsyncCollection
 
 from taskmesh import TaskMesh, TaskOption
 from taskmesh.client.definition import TaskDefinition
-from taskmesh.consumer import finisher, together
+from taskmesh.consumer.durable import together
+from taskmesh.consumer.run import finisher
 from taskmesh.store import Store, apart
 from tests.processes.worker import die_with_parent
 

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from taskmesh.consumer import finisher
 from taskmesh.consumer.claimer import Claimer
-from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.executor import Executor
-from taskmesh.consumer.finisher import Finisher
-from taskmesh.consumer.pinger import Pinger
-from taskmesh.consumer.stop_reasons import Stop
+from taskmesh.consumer.run import finisher
+from taskmesh.consumer.run.execution import Execution
+from taskmesh.consumer.run.finisher import Finisher
+from taskmesh.consumer.run.pinger import Pinger
+from taskmesh.consumer.run.stop_reasons import Stop
 from taskmesh.store.driver import Driver
 from taskmesh.store.finish import finish
 

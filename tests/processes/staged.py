@@ -12,8 +12,8 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.consumer import finisher
 from taskmesh.consumer.claimer import Claimer
+from taskmesh.consumer.run import finisher
 from taskmesh.consumer.scanner import SCAN_EVERY_S, Scanner
 from taskmesh.store import Store, dependencies
 from tests.processes.sabotage import replace

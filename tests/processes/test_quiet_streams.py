@@ -9,7 +9,7 @@ import pytest
 from pymongo import AsyncMongoClient
 
 from taskmesh import TaskMesh, TaskOption, current_task
-from taskmesh.consumer.listening import A_FEW
+from taskmesh.consumer.candidates.listening import A_FEW
 from tests.waiting import eventually
 from tests.working import working
 

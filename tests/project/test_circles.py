@@ -1,9 +1,11 @@
-"""No file of the package needs, even for its types, a file that needs it in turn: each can be read after what it uses."""
+"""No file, and no package, needs one that needs it in turn, even for its types: each can be read after what it uses."""
 
 import ast
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import taskmesh
 
@@ -31,13 +33,41 @@ def _imported(path: Path, modules: dict[str, Path]) -> set[str]:
     return named
 
 
-def test_no_files_need_each_other() -> None:
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    """Which modules each module needs."""
     modules = _modules()
-    graph: defaultdict[str, set[str]] = defaultdict(set)
-    for name, path in modules.items():
-        graph[name] = _imported(path, modules) - {name}
-    assert sum(map(len, graph.values())) > 500, "the imports were not read"
+    needed = {name: _imported(path, modules) - {name} for name, path in modules.items()}
+    assert sum(map(len, needed.values())) > 500, "the imports were not read"
+    return needed
+
+
+def _assert_ordered(graph: dict[str, set[str]]) -> None:
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(f"these import one another: {' -> '.join(error.args[1])}") from None
+
+
+def test_no_files_need_each_other(graph: dict[str, set[str]]) -> None:
+    _assert_ordered(graph)
+
+
+_INSIDE = ("taskmesh.admin", "taskmesh.cli", "taskmesh.consumer")
+"""Packages that have packages of their own."""
+
+
+def _place(module: str, inside: str) -> str | None:
+    """Return the package or file directly in `inside` that a module belongs to. None: it is elsewhere."""
+    name = module.removeprefix(inside + ".")
+    return None if name == module else name.partition(".")[0]
+
+
+@pytest.mark.parametrize("inside", ["taskmesh", *_INSIDE])
+def test_no_packages_need_each_other(graph: dict[str, set[str]], inside: str) -> None:
+    places: defaultdict[str, set[str]] = defaultdict(set)
+    for module, needed in graph.items():
+        if (place := _place(module, inside)) is not None:
+            places[place] |= {of for each in needed if (of := _place(each, inside)) is not None} - {place}
+    assert len(places) > 3, "the packages were not found"
+    _assert_ordered(places)

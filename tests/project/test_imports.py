@@ -34,7 +34,7 @@ def test_neither_faces_nor_tools_nor_workers_are_loaded_to_publish(of_taskmesh: 
     assert rooms == {"taskmesh.mesh", *(f"taskmesh.{room}" for room in ("model", "store", "client", "consumer"))}
     beside_handlers = {name for name in of_taskmesh if name.startswith("taskmesh.consumer.")}
     assert beside_handlers == {
-        f"taskmesh.consumer.{name}" for name in ("context", "recording", "fingerprint", "lifespan")
+        f"taskmesh.consumer.{name}" for name in ("run", "run.context", "run.recording", "run.fingerprint", "lifespan")
     }
 
 

@@ -29,14 +29,14 @@ from taskmesh.client.handle import TaskHandle
 from taskmesh.client.params import Params, checked_size
 from taskmesh.client.returns import PLAIN, Returns
 from taskmesh.client.tracing import Carrier, going_on
-from taskmesh.consumer.context import BlockingTaskContext, enter
+from taskmesh.consumer.durable.transactions import End, Record, blocking_again, blocking_block, blocking_step_again
 from taskmesh.consumer.logs import SetUp, set_up
-from taskmesh.consumer.outcome import deciding
-from taskmesh.consumer.recording import Started
-from taskmesh.consumer.report import checked_progress, line_of
+from taskmesh.consumer.run.context import BlockingTaskContext, enter
+from taskmesh.consumer.run.outcome import deciding
+from taskmesh.consumer.run.recording import Started
+from taskmesh.consumer.run.report import checked_progress, line_of
 from taskmesh.consumer.subprocess.handler_reference import HandlerRef, found
 from taskmesh.consumer.subprocess.wire import PutAside, configuration_as_data, error_as_data, packed
-from taskmesh.consumer.transactions import End, Record, blocking_again, blocking_block, blocking_step_again
 from taskmesh.model.errors import LeaseLost, TaskError, TaskMeshError, TaskSuspended
 from taskmesh.model.option import TaskOption
 from taskmesh.model.stage import Next

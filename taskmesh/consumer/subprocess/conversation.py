@@ -23,14 +23,14 @@ from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.params import checked_size
 from taskmesh.client.publisher import Publishable
 from taskmesh.client.returns import PLAIN
-from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.durable.transactions import Transactions
 from taskmesh.consumer.logs import how_it_is_set_up
-from taskmesh.consumer.outcome import reason_of
+from taskmesh.consumer.run.execution import Execution
+from taskmesh.consumer.run.outcome import reason_of
 from taskmesh.consumer.subprocess.child import Call
 from taskmesh.consumer.subprocess.handler_reference import reference
 from taskmesh.consumer.subprocess.processes import MAX_ENDING_S, Child, Processes
 from taskmesh.consumer.subprocess.wire import PutAside, configuration_of, error_of
-from taskmesh.consumer.transactions import Transactions
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.dependency import After
 from taskmesh.model.errors import LeaseLost, ProcessDied, TaskMeshError, TaskSuspended

@@ -13,7 +13,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from taskmesh.client.params import checked_size
-from taskmesh.consumer.outcome import Reason, ReasonElsewhere, reason_of
+from taskmesh.consumer.run.outcome import Reason, ReasonElsewhere, reason_of
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.error_policy import Raised, raised
 from taskmesh.model.errors import LeaseLost, Retry, Snooze, TaskFailed, TransactionConflict, UnstorableValue, delay_of

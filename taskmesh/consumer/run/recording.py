@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from taskmesh.client.handle import TaskHandle
 from taskmesh.client.returns import OF_ONE_FORM, Returns
-from taskmesh.consumer.fingerprint import fingerprint
+from taskmesh.consumer.run.fingerprint import fingerprint
 from taskmesh.model.dependency import is_named
 from taskmesh.model.errors import MAX_DURATION_MS, InvalidOption, TaskFailed
 from taskmesh.model.ids import shown

@@ -13,8 +13,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from taskmesh.consumer.candidates.turns import Turns
 from taskmesh.consumer.settings import Settings
-from taskmesh.consumer.turns import Turns
 from taskmesh.store.find import Claimable
 
 _ASIDE_AT_MOST = 10_000

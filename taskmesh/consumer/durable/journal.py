@@ -32,11 +32,13 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.client.handle import TaskHandle
 from taskmesh.consumer import crash_points
-from taskmesh.consumer.execution import Execution
-from taskmesh.consumer.fingerprint import fingerprint
-from taskmesh.consumer.finisher import Finisher
-from taskmesh.consumer.journal_in_thread import InThread, done_in_loop
-from taskmesh.consumer.recording import (
+from taskmesh.consumer.durable.journal_in_thread import InThread, done_in_loop
+from taskmesh.consumer.durable.starts import MAX_STARTS, Starts
+from taskmesh.consumer.durable.transactions import Transactions
+from taskmesh.consumer.run.execution import Execution
+from taskmesh.consumer.run.fingerprint import fingerprint
+from taskmesh.consumer.run.finisher import Finisher
+from taskmesh.consumer.run.recording import (
     Entry,
     Started,
     checked_ms,
@@ -48,9 +50,7 @@ from taskmesh.consumer.recording import (
     stored,
     value_of,
 )
-from taskmesh.consumer.starts import MAX_STARTS, Starts
-from taskmesh.consumer.stop_reasons import Stop
-from taskmesh.consumer.transactions import Transactions
+from taskmesh.consumer.run.stop_reasons import Stop
 from taskmesh.model.dependency import label
 from taskmesh.model.errors import (
     InvalidOption,

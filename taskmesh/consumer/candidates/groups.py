@@ -14,12 +14,12 @@ from datetime import timedelta
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.consumer.backup_claims import BackupClaims
-from taskmesh.consumer.claim_filter import ClaimFilter
-from taskmesh.consumer.claim_queue import ClaimQueue
-from taskmesh.consumer.limits import Limits
-from taskmesh.consumer.partitions import Partitions
-from taskmesh.consumer.queues import LOOK_AHEAD_MS
+from taskmesh.consumer.candidates.backup_claims import BackupClaims
+from taskmesh.consumer.candidates.claim_filter import ClaimFilter
+from taskmesh.consumer.candidates.claim_queue import ClaimQueue
+from taskmesh.consumer.candidates.limits import Limits
+from taskmesh.consumer.candidates.partitions import Partitions
+from taskmesh.consumer.candidates.queues import LOOK_AHEAD_MS
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until
 from taskmesh.store import Store

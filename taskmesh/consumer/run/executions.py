@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.run.execution import Execution
 from taskmesh.consumer.settings import Settings
 
 _MANY_SLOTS = 50

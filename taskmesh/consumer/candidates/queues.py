@@ -6,10 +6,10 @@ import time
 from collections.abc import Collection, Iterable
 from datetime import datetime
 
-from taskmesh.consumer.claim_queue import ClaimQueue
-from taskmesh.consumer.failure_counts import FailureCounts
-from taskmesh.consumer.limits import Limits
-from taskmesh.consumer.partitions import Partitions
+from taskmesh.consumer.candidates.claim_queue import ClaimQueue
+from taskmesh.consumer.candidates.failure_counts import FailureCounts
+from taskmesh.consumer.candidates.limits import Limits
+from taskmesh.consumer.candidates.partitions import Partitions
 from taskmesh.consumer.settings import Settings
 from taskmesh.store import Store, registry
 from taskmesh.store.find import queues_due, queues_in_use

@@ -14,11 +14,11 @@ from collections import deque
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
-from taskmesh.consumer.executions import Executions
-from taskmesh.consumer.limits import Limits
-from taskmesh.consumer.partitions import Partitions
-from taskmesh.consumer.queues import ASKERS_LOOK_AHEAD_MS
+from taskmesh.consumer.candidates.claim_queue import Candidate, ClaimQueue
+from taskmesh.consumer.candidates.limits import Limits
+from taskmesh.consumer.candidates.partitions import Partitions
+from taskmesh.consumer.candidates.queues import ASKERS_LOOK_AHEAD_MS
+from taskmesh.consumer.run.executions import Executions
 from taskmesh.consumer.timing import until
 from taskmesh.model.worker import Claimant
 from taskmesh.store import Store

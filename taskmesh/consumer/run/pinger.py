@@ -19,10 +19,10 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.consumer.execution import Execution
-from taskmesh.consumer.executions import Executions
+from taskmesh.consumer.run.execution import Execution
+from taskmesh.consumer.run.executions import Executions
+from taskmesh.consumer.run.stop_reasons import Stop, why_stopped
 from taskmesh.consumer.settings import Settings
-from taskmesh.consumer.stop_reasons import Stop, why_stopped
 from taskmesh.consumer.worker_stats import WorkerStats
 from taskmesh.consumer.write_times import WriteTimes
 from taskmesh.store import Store

@@ -20,13 +20,13 @@ from typing import Any, Literal, Protocol
 
 from pymongo.errors import OperationFailure, PyMongoError
 
-from taskmesh.consumer.execution import Execution
-from taskmesh.consumer.outcome import stored_success
-from taskmesh.consumer.pinger import Pinger
-from taskmesh.consumer.recording import Entry, Recorder, failed, inside, returns_of, stored
-from taskmesh.consumer.reporter import Reporter
+from taskmesh.consumer.durable.together import Together, commit, lost, write
+from taskmesh.consumer.run.execution import Execution
+from taskmesh.consumer.run.outcome import stored_success
+from taskmesh.consumer.run.pinger import Pinger
+from taskmesh.consumer.run.recording import Entry, Recorder, failed, inside, returns_of, stored
+from taskmesh.consumer.run.reporter import Reporter
 from taskmesh.consumer.timing import by_chance
-from taskmesh.consumer.together import Together, commit, lost, write
 from taskmesh.model.errors import (
     InvalidKey,
     LeaseLost,

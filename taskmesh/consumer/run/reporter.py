@@ -10,7 +10,7 @@ import logging
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.run.execution import Execution
 from taskmesh.store import Store
 from taskmesh.store.finish import report
 

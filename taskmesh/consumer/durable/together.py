@@ -21,7 +21,7 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.run.execution import Execution
 from taskmesh.consumer.timing import by_chance
 from taskmesh.model.errors import LeaseLost
 from taskmesh.store import Store

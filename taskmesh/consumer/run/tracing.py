@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from taskmesh.client.tracing import Carrier, api_in_use, attributes_of, tracer, type_of
-from taskmesh.consumer.logs import fields_of
+from taskmesh.consumer.run.context import fields_of
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

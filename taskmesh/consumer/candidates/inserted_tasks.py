@@ -14,7 +14,7 @@ import time
 from pymongo.errors import PyMongoError
 
 from taskmesh.client.acceptance import Acceptance
-from taskmesh.consumer.partitions import Partitions
+from taskmesh.consumer.candidates.partitions import Partitions
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until, varied
 

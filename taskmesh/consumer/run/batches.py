@@ -22,10 +22,10 @@ import anyio.to_thread
 
 from taskmesh.client.batch import values_of
 from taskmesh.client.definition import TaskDefinition
-from taskmesh.consumer.context import BlockingTaskContext, TaskContext, enter_batch
-from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.run.context import BlockingTaskContext, TaskContext, enter_batch
+from taskmesh.consumer.run.execution import Execution
+from taskmesh.consumer.run.stop_reasons import Stop
 from taskmesh.consumer.settings import Settings
-from taskmesh.consumer.stop_reasons import Stop
 
 
 class Member:

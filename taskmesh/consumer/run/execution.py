@@ -12,11 +12,11 @@ from typing import Any, Protocol, TypeVar
 
 from taskmesh.client.publisher import Publishable, Publisher
 from taskmesh.client.returns import PLAIN, Returns
-from taskmesh.consumer.recording import Ledger, Recorder
-from taskmesh.consumer.report import Report, checked_progress, line_of
-from taskmesh.consumer.run_time import UNLIMITED, RunTime
-from taskmesh.consumer.stop_reasons import FROM_OUTSIDE, Stop
-from taskmesh.consumer.tracing import ProcessSpan
+from taskmesh.consumer.run.recording import Ledger, Recorder
+from taskmesh.consumer.run.report import Report, checked_progress, line_of
+from taskmesh.consumer.run.run_time import UNLIMITED, RunTime
+from taskmesh.consumer.run.stop_reasons import FROM_OUTSIDE, Stop
+from taskmesh.consumer.run.tracing import ProcessSpan
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.dependency import After
 from taskmesh.model.error_policy import NO_POLICY, ErrorPolicy

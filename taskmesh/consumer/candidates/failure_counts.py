@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.consumer.execution import Execution
-from taskmesh.consumer.limits import Limits
+from taskmesh.consumer.candidates.limits import Limits
+from taskmesh.consumer.run.execution import Execution
 from taskmesh.store import Store, failure_pauses
 from taskmesh.store.driver import Document
 from taskmesh.store.failure_pauses import Ended

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.handle import TaskHandle
-from taskmesh.consumer.recording import (
+from taskmesh.consumer.run.recording import (
     Ledger,
     Recorder,
     blocking_step,
@@ -43,6 +43,16 @@ class ExecutionFields(Protocol):
     def worker_id(self) -> str: ...
     @property
     def running_id(self) -> str: ...
+
+
+def fields_of(execution: ExecutionFields) -> dict[str, str]:
+    """Return the fields of a log record about an execution: `logger.info(…, extra=fields_of(execution))`."""
+    return {
+        "task": execution.name,
+        "key": execution.key,
+        "worker": execution.worker_id,
+        "running_id": execution.running_id,
+    }
 
 
 class Running(ExecutionFields, Protocol):

@@ -14,12 +14,13 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from taskmesh.client.definition import TaskDefinition
-from taskmesh.consumer.execution import Execution
-from taskmesh.consumer.logs import fields_of
-from taskmesh.consumer.stop_reasons import Stop
+from taskmesh.consumer.hooks import Ending
+from taskmesh.consumer.run.context import fields_of
+from taskmesh.consumer.run.execution import Execution
+from taskmesh.consumer.run.stop_reasons import Stop
 from taskmesh.consumer.timing import varied
 from taskmesh.model.error_policy import ALWAYS_FINAL, Raised, leaves, raised
 from taskmesh.model.errors import (
@@ -63,20 +64,6 @@ _CALLERS = tuple(
     f"/taskmesh/consumer/{name}.py" for name in ("executor", "batches", "subprocess/processes", "subprocess/child")
 )
 _OF_A_LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<frozen")
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How an execution ended, as the hook `after` is told."""
-
-    kind: Literal["succeeded", "failed", "snoozed", "suspended", "moved", "released", "cancelled", "lost"]
-    value: Any = None
-    reason: str | None = None
-    error: BaseException | None = None
-    fail_type: str | None = None
-    """The type of the error that made it fail, if an error did."""
-    fail_frame: str | None = None
-    """File, line and function where that error was raised."""
 
 
 _SUCCEEDED = Ending("succeeded")

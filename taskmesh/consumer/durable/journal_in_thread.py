@@ -8,9 +8,9 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from taskmesh.client.handle import TaskHandle
-from taskmesh.consumer.execution import Execution
-from taskmesh.consumer.recording import Recorder, Started
-from taskmesh.consumer.transactions import Transactions
+from taskmesh.consumer.durable.transactions import Transactions
+from taskmesh.consumer.run.execution import Execution
+from taskmesh.consumer.run.recording import Recorder, Started
 from taskmesh.store.driver import Document
 
 T = TypeVar("T")

@@ -1,8 +1,8 @@
 """Limits on this worker's side: book room before claiming, park candidates without room, and go on as soon as there is some.
 
 Only the claimer asks, and only about queues that have limits. What limits guarantee, and how, is described in
-`store/limits.py`; which room this worker holds already, in `consumer/slots.py`. If the process dies after booking, the booking
-expires; after the claim, other workers notice that its lease has ended.
+`store/limits.py`; which room this worker holds already, in `slots`. If the process dies after booking, the booking expires;
+after the claim, other workers notice that its lease has ended.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from taskmesh.consumer.claim_queue import Candidate, ClaimQueue, Rank
-from taskmesh.consumer.executions import Executions
+from taskmesh.consumer.candidates.claim_queue import Candidate, ClaimQueue, Rank
+from taskmesh.consumer.candidates.slots import Place, Slot, Slots
+from taskmesh.consumer.run.executions import Executions
 from taskmesh.consumer.settings import Settings
-from taskmesh.consumer.slots import Place, Slot, Slots
 from taskmesh.consumer.timing import until, varied
 from taskmesh.model.queue import QueueLimits
 from taskmesh.store import Store

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from taskmesh.consumer.recording import Recorder
-from taskmesh.consumer.transactions import Transactions
+from taskmesh.consumer.durable.transactions import Transactions
+from taskmesh.consumer.run.recording import Recorder
 from taskmesh.model.errors import TaskFailed, TaskMeshError, TaskNotFound
 from taskmesh.store.publication import Publication
 from taskmesh.store.server_errors import own_copy
