@@ -1,6 +1,6 @@
 """Tracing by OpenTelemetry: publish and execution are one trace, across processes and however long the task waits.
 
-This is the publisher's side; the worker's is `consumer.tracing`.
+This is the publisher's side; the worker's is `consumer.run.tracing`.
 
 taskmesh imports nothing of OpenTelemetry: a program that traces has imported it, and set a tracer provider. Without that
 nothing is written into tasks and nothing is created per execution. Install the extra `tracing` and an SDK, and configure it as
