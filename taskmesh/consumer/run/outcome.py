@@ -61,7 +61,7 @@ _TOLD_SINGLY = 20
 _FRAMES_KEPT = 8
 _LEAVES_NAMED = 5
 _CALLERS = tuple(
-    f"/taskmesh/consumer/{name}.py" for name in ("executor", "batches", "subprocess/processes", "subprocess/child")
+    f"/taskmesh/consumer/{name}.py" for name in ("executor", "run/batches", "subprocess/processes", "subprocess/child")
 )
 _OF_A_LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<frozen")
 
