@@ -155,8 +155,8 @@ class DataChanges:
             params = {self._param: data_changes.told(event, cut=True)}
             size = checked_size(name, params)
         publisher = self._definition.publisher
-        configuration, _ = publisher.settled(self._definition, self._definition.configuration)
-        return publisher.made(self._definition, key, params, configuration, size)
+        configuration, _ = publisher.final_configuration(self._definition, self._definition.configuration)
+        return publisher.new_publication(self._definition, key, params, configuration, size)
 
     async def _see_to(self, error: PyMongoError) -> None:
         """Do what an error requires, or raise it. Temporary errors are only logged."""

@@ -137,15 +137,15 @@ class Flows:
                 f"{wrong[0]} was set: a flow joins a task that is there already, and does not change it: leave {wrong[0]} out, "
                 "or publish the task by itself"
             )
-        stored, size = known.to_store(params, configuration.told_after)
-        configuration, size_of_fields = self._publisher.settled(known, configuration)
+        stored, size = known.to_store(params, configuration.given_after)
+        configuration, size_of_fields = self._publisher.final_configuration(known, configuration)
         if known.broadcast:
             raise InvalidOption(
                 f"task {known.name!r} is a broadcast, which is for the workers that are live when it is published: publish it "
                 "by a task of the flow, current_task().publish(…)"
             )
         size += size_of_fields
-        publication = self._publisher.made(known, checked_key(key), stored, configuration, size, apart=True)
+        publication = self._publisher.new_publication(known, checked_key(key), stored, configuration, size, apart=True)
         handle: TaskHandle[R] = TaskHandle(self._tasks, known.name, key, returns=known.returns)
         return publication, handle
 

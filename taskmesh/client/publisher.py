@@ -140,7 +140,7 @@ class Publisher:
         """Raise what `publish_many` would raise for one of these, for callers that publish them in parts."""
 
         async def check(definition: Publishable, settings: Configuration) -> None:
-            await self._made_of_all(definition, params_by_key, *self.settled(definition, settings))
+            await self._checked(definition, params_by_key, *self.final_configuration(definition, settings))
 
         await self._by_name(name, configuration, lambda definition, settings, _: check(definition, settings))
 
@@ -186,59 +186,40 @@ class Publisher:
         configuration = configuration or definition.configuration
         if definition.broadcast:
             configuration = await self.addressed(definition.name, configuration)
-        configuration, size_of_fields = self.settled(definition, configuration)
-        publications = await self._made_of_all(definition, params_by_key, configuration, size_of_fields)
-        store, clock = self._connection.store, self._connection.clock
+        configuration, size_of_fields = self.final_configuration(definition, configuration)
+        publications = await self._checked(definition, params_by_key, configuration, size_of_fields)
         await self._connection.create_what_is_missing()
-        put_apart = [value for publication in publications for value in publication.apart]
-        if put_apart:
-            await patiently(lambda: apart.put(store, put_apart))
+        await self._put_apart(publications)
         with publishing(definition.name, [each.key for each in publications], configuration.queue) as trace:
             for publication in publications:
                 publication.trace = trace
-            if configuration.session is not None:
-                if clock.stale:
-                    await sample(clock, store)
-                if (
-                    configuration.changes_existing
-                ):  # outside of the transaction: a task that is not accepted yet cannot be changed
-                    await self._connection.acceptance.accept([each.id for each in publications], author(None))
-                published = await publish_in_any_session(store, publications, clock.now(), configuration.session)
+            if configuration.session is None:
+                published = await self._insert_with_dependencies(self._connection.store, publications)
             else:
-                published = await self._published(store, publications)
-        if put_apart:
-            await self._connection.remove_apart(
-                value.id
-                for publication, result in zip(publications, published, strict=True)
-                if not (result.created or result.updated)
-                for value in publication.apart
-            )
+                published = await self._publish_in_session(publications, configuration)
+        await self._remove_unused(publications, published)
         warnings = await self._warnings(definition.name, configuration, known=known)
-        there = [made.id for made, result in zip(publications, published, strict=True) if not result.created]
-        warnings_there = await self._warnings_of_existing(definition.name, configuration, there, known=known)
-        not_before = began if _is_told_of(configuration) else None
+        existing = [each.id for each, result in zip(publications, published, strict=True) if not result.created]
+        of_existing = await self._warnings_of_existing(definition.name, configuration, existing, known=known)
+        not_before = began if _end_is_announced(configuration) else None
         handles: list[TaskHandle[Any]] = []
         for publication, result in zip(publications, published, strict=True):
-            handles.append(
-                TaskHandle(
-                    self._tasks,
-                    definition.name,
-                    publication.key,
-                    created=result.created,
-                    updated=result.updated,
-                    warnings=[
-                        *_throttled(configuration, publication, result),
-                        *warnings_there.get(publication.id, warnings),
-                    ],
-                    returns=definition.returns,
-                    not_before=not_before if result.created else None,
-                )
+            handle: TaskHandle[Any] = TaskHandle(
+                self._tasks,
+                definition.name,
+                publication.key,
+                created=result.created,
+                updated=result.updated,
+                warnings=[*_throttled(configuration, publication, result), *of_existing.get(publication.id, warnings)],
+                returns=definition.returns,
+                not_before=not_before if result.created else None,
             )
+            handles.append(handle)
             if len(handles) % _AT_A_STRETCH == 0:
                 await asyncio.sleep(0)
         return handles
 
-    async def _made_of_all(
+    async def _checked(
         self,
         definition: Publishable,
         params_by_key: Mapping[str, Mapping[str, Any]],
@@ -251,10 +232,10 @@ class Publisher:
         # Before anything is awaited: in the order of the calls.
         first_number = None if clock.stale else store.numbers.take(len(keys), clock.now())
         publish_id = new_id()
-        told = configuration.told_after
+        given = configuration.given_after
         # Dependencies of an existing task need not be repeated. Publications in the caller's transaction cannot be seen here.
-        afters = await self._afters(definition.name, keys) if told is None else {}
-        otherwise = After() if told is None and configuration.session is None else told
+        afters = await self._afters(definition.name, keys) if given is None else {}
+        otherwise = After() if given is None and configuration.session is None else given
         publications: list[Publication] = []
         for key, params in zip(keys, all_params, strict=True):
             checked_key(key)
@@ -265,7 +246,9 @@ class Publisher:
                     raise
                 raise type(error)(f"{error} (key {key!r}; none of these {len(keys)} was published)") from None
             size += size_of_fields
-            publication = self.made(definition, key, stored, configuration, size, apart=True, publish_id=publish_id)
+            publication = self.new_publication(
+                definition, key, stored, configuration, size, apart=True, publish_id=publish_id
+            )
             if first_number is not None:
                 publication.number = first_number + len(publications)
             publications.append(publication)
@@ -274,6 +257,31 @@ class Publisher:
         if configuration.after:
             _check_no_circle(publications)
         return publications
+
+    async def _put_apart(self, publications: Sequence[Publication]) -> None:
+        """Store what is so large that it is kept separately, before the tasks that refer to it."""
+        values = [value for publication in publications for value in publication.apart]
+        if values:
+            await patiently(lambda: apart.put(self._connection.store, values))
+
+    async def _remove_unused(self, publications: Sequence[Publication], published: Sequence[Published]) -> None:
+        """Remove that of publications which neither created nor changed a task."""
+        results = zip(publications, published, strict=True)
+        unused = [each for each, result in results if each.apart and not (result.created or result.updated)]
+        if unused:
+            await self._connection.remove_apart(value.id for publication in unused for value in publication.apart)
+
+    async def _publish_in_session(
+        self, publications: Sequence[Publication], configuration: Configuration
+    ) -> list[Published]:
+        """Publish in the caller's transaction, once: it is the caller who tries again."""
+        store, clock = self._connection.store, self._connection.clock
+        if clock.stale:
+            await sample(clock, store)
+        if configuration.changes_existing:
+            # Outside of the transaction: a task that is not accepted yet cannot be changed.
+            await self._connection.acceptance.accept([each.id for each in publications], author(None))
+        return await publish_in_any_session(store, publications, clock.now(), configuration.session)
 
     async def _warnings(self, name: str, configuration: Configuration, *, known: bool) -> list[str]:
         try:
@@ -300,22 +308,19 @@ class Publisher:
             warned[queue, group] = await self._warnings(name, there, known=known)
         return {id_: warned[place] for id_, place in places.items() if place in warned}
 
-    async def _published(self, store: Store, publications: list[Publication]) -> list[Published]:
+    async def _insert_with_dependencies(self, store: Store, publications: list[Publication]) -> list[Published]:
         """Publish, and take care of dependencies. Raises as `publish` does, and `TaskNotFound` if one does not exist."""
         waited_for = {id_ for each in publications if (after := each.configuration.after) for id_ in after.ids}
         if not waited_for and not any(each.configuration.sequence_key for each in publications):
-            return await self._inserted(store, publications)
+            return await self._insert_patiently(store, publications)
         if waited_for:
             await patiently(lambda: dependencies.check(store, waited_for))
-        published = await self._inserted(store, publications)
+        published = await self._insert_patiently(store, publications)
         await dependencies.tell(store, [each.id for each in publications])
         return published
 
-    async def _inserted(self, store: Store, publications: list[Publication]) -> list[Published]:
-        """Publish, and again while the database is away, up to a deadline.
-
-        A repeated publish is recognised by its `publish_id`.
-        """
+    async def _insert_patiently(self, store: Store, publications: list[Publication]) -> list[Published]:
+        """Publish; while the database is away, again, up to a deadline. A repeated publish is recognised by its `publish_id`."""
         give_up = time.monotonic() + PUBLISH_DEADLINE_S
         pause = 0.05
         locked = failed_before = False
@@ -354,7 +359,7 @@ class Publisher:
         except PyMongoError:  # the error of the publication matters
             return False
 
-    async def known(self, definition: Publishable | str) -> Publishable:
+    async def resolved(self, definition: Publishable | str) -> Publishable:
         """Return the definition that is meant: by name, the one of this mesh, otherwise what workers have registered.
 
         That is read at most every two seconds. A broadcast is addressed to the workers that are live now.
@@ -388,7 +393,7 @@ class Publisher:
         """How the values of tasks are written and read."""
         return self._connection.payloads
 
-    def settled(self, definition: Publishable, configuration: Configuration) -> tuple[Configuration, int]:
+    def final_configuration(self, definition: Publishable, configuration: Configuration) -> tuple[Configuration, int]:
         """Return how it is published, with its `fields` as they are stored, and their size.
 
         Raises `InvalidOption`, `TaskTooLarge`.
@@ -404,7 +409,7 @@ class Publisher:
             )
         return with_stored_fields(definition.name, configuration)
 
-    def made(
+    def new_publication(
         self,
         definition: Publishable,
         key: str,
@@ -415,7 +420,7 @@ class Publisher:
         apart: bool = False,
         publish_id: PublishId | None = None,
     ) -> Publication:
-        """Return a publication of checked params, in a configuration that is `settled`. All publications are made here.
+        """Return a publication of checked params, in its `final_configuration`. All publications are made here.
 
         `apart`: large values may be stored separately, which the caller has to do. `publish_id`: shared by all tasks of one
         call; None: one of its own. Raises `TaskTooLarge` for what fits in no document.
@@ -464,20 +469,20 @@ class Publisher:
 
         `after`: what the task waits for, if its configuration does not say.
         """
-        told = definition.configuration.told_after
-        stored, size = definition.to_store(params, after if told is None else told)
-        configuration, size_of_fields = self.settled(definition, definition.configuration)
-        publication = self.made(definition, checked_key(key), stored, configuration, size + size_of_fields)
+        given = definition.configuration.given_after
+        stored, size = definition.to_store(params, after if given is None else given)
+        configuration, size_of_fields = self.final_configuration(definition, definition.configuration)
+        publication = self.new_publication(definition, checked_key(key), stored, configuration, size + size_of_fields)
         _check_no_circle([publication])
         return publication
 
-    async def check_after(self, publication: Publication, known: Collection[str]) -> None:
-        """Raise `TaskNotFound` unless each dependency of a task that a handler publishes exists or is among `known`.
+    async def check_after(self, publication: Publication, beside: Collection[str]) -> None:
+        """Raise `TaskNotFound` unless each dependency of a task that a handler publishes exists or is among `beside`.
 
-        A task that exists itself keeps its dependencies.
+        `beside`: the ids of other tasks that the handler publishes. A task that exists itself keeps its dependencies.
         """
         after, store = publication.configuration.after, self._connection.store
-        if after is None or not (unknown := set(after.ids).difference(known)):
+        if after is None or not (unknown := set(after.ids).difference(beside)):
             return
         try:
             await patiently(lambda: dependencies.check(store, unknown))
@@ -565,7 +570,7 @@ def _by_key(params_by_key: Any) -> Mapping[str, Mapping[str, Any]]:
     return params_by_key
 
 
-def _is_told_of(configuration: Configuration) -> bool:
+def _end_is_announced(configuration: Configuration) -> bool:
     """Whether an event announces the end of a new task: not if it expires where no worker is, or was never committed."""
     return configuration.expire_time is None and configuration.session is None
 

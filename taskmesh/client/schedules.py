@@ -232,9 +232,9 @@ class Schedules:
         known = definition or await self._publisher.registered(name)
         if known.broadcast:
             configuration = await self._publisher.addressed(name, configuration)
-        configuration, size_of_fields = self._publisher.settled(known, configuration)
+        configuration, size_of_fields = self._publisher.final_configuration(known, configuration)
         size = checked_size(name, params) + size_of_fields
-        return self._publisher.made(known, checked_key(key), params, configuration, size)
+        return self._publisher.new_publication(known, checked_key(key), params, configuration, size)
 
     async def all(self) -> list[ScheduleInfo]:
         """Return all schedules, the next to tick first."""

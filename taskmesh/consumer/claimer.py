@@ -52,6 +52,10 @@ _SPENT_SHARE = 0.2
 if it then waits for a locked document."""
 _CONFIRMED_WITHIN_S = 5.0
 """How long to wait until a majority has confirmed a claim, as long as for an outcome."""
+_READ_WITHIN_S = 60.0
+"""How long to try to read what a claim has won. After that its leases are left to run out."""
+_ASK_AGAIN_S = 0.1
+"""When to go on after `on_claim` lets nothing be claimed, a queue's limits cannot be asked, or a claim has no reply."""
 _SECOND_LOOK_S = 0.025
 _MAX_SET = 1_000
 
@@ -132,7 +136,7 @@ class Claimer:
                 break
             narrowed_by = await self._claim_filter.current()
             if narrowed_by is None:
-                return 0.1
+                return _ASK_AGAIN_S
             narrowed_by = self._limits.without_paused(narrowed_by)
             taken = self._candidates.take_loops(now)
             if free > 0:
@@ -153,14 +157,18 @@ class Claimer:
                 for queue, limited in found.to_ask.items():
                     self._send(self._claim_limited(queue, limited, narrowed_by), limited)
             if candidates:
-                self._send(self._claim_set(candidates, self._where_they_stood(candidates, narrowed_by)), candidates)
+                self._send(
+                    self._claim_set(candidates, self._narrowed_to_served_queues(candidates, narrowed_by)), candidates
+                )
         self._candidates.want_more()
         due = self._candidates.next_due(now)
         if due is None or not self._life.claims or len(self._in_flight) >= _MAX_IN_FLIGHT:
             return None
         return max(0.0, due - time.monotonic())
 
-    def _where_they_stood(self, candidates: Sequence[Candidate], narrowed_by: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _narrowed_to_served_queues(
+        self, candidates: Sequence[Candidate], narrowed_by: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
         """Return the filter of a claim that needs no room under a limit.
 
         A task that has been moved since it was found may need room in its new queue, or be in a queue that this worker does not
@@ -196,7 +204,7 @@ class Claimer:
             return await self._claim_admitted(admission, narrowed_by)
         except PyMongoError as error:  # what was booked is written off in time
             logger.warning("the limits of queue %s could not be asked (%s)", queue, type(error).__name__)
-            self._pause_until = time.monotonic() + 0.1
+            self._pause_until = time.monotonic() + _ASK_AGAIN_S
             return False
 
     async def _admit(self, queue: str, candidates: list[Candidate]) -> Admission:
@@ -236,7 +244,7 @@ class Claimer:
         self.tried += len(ids)
         self._candidates.being_claimed.update(ids)
         try:
-            documents, took = await self._won_of(ids, running_id, sent, narrowed_by, deadline_ms)
+            documents, took = await self._claim_and_read(ids, running_id, sent, narrowed_by, deadline_ms)
         except PyMongoError as error:
             if is_over_deadline(error):
                 self._write_times.missed(deadline_ms)
@@ -256,7 +264,7 @@ class Claimer:
             self._look_again(candidates)
         return [], None
 
-    async def _won_of(
+    async def _claim_and_read(
         self, ids: list[str], running_id: str, sent: float, narrowed_by: Mapping[str, Any], deadline_ms: int
     ) -> tuple[list[Document], float]:
         """Claim a set. Return what was won, and how long the claim took."""
@@ -308,7 +316,7 @@ class Claimer:
                     return []
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 1.0)
-                if time.monotonic() - sent > 60:
+                if time.monotonic() - sent > _READ_WITHIN_S:
                     return []
             else:
                 place = {id_: place for place, id_ in enumerate(ids)}
@@ -342,7 +350,7 @@ class Claimer:
         documents, _ = await self._confirmed(ids, running_id, sent)
         self._begin(documents, running_id, sent, time.monotonic() - sent)
         if passing:
-            self._pause_until = time.monotonic() + 0.1
+            self._pause_until = time.monotonic() + _ASK_AGAIN_S
             won_ids = {document["_id"] for document in documents}
             late = asyncio.get_running_loop().create_task(
                 self._resolve_late(ids, running_id, sent, deadline_ms, won_ids)

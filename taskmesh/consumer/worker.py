@@ -59,9 +59,7 @@ from taskmesh.consumer.run.finisher import Finisher
 from taskmesh.consumer.run.pinger import Pinger
 from taskmesh.consumer.run.reporter import Reporter
 from taskmesh.consumer.scanner import Scanner
-from taskmesh.consumer.settings import (
-    Settings,
-)
+from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.signals import handled_by
 from taskmesh.consumer.stopping import Stopping, unless_it_takes_too_long
 from taskmesh.consumer.ticker import Ticker
@@ -111,12 +109,7 @@ class Mesh(Protocol):
 class Consumer:
     """A worker: claims tasks and runs their handlers. Created by `mesh.consumer(…)`, run once."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        settings: Settings,
-        on_claim: ClaimHook | None = None,
-    ) -> None:
+    def __init__(self, mesh: Mesh, settings: Settings, on_claim: ClaimHook | None = None) -> None:
         self._mesh = mesh
         self._settings = settings
         self._life = Life()

@@ -175,7 +175,7 @@ class Configuration:
         return {**self.fields, **({"tags": list(self.tags)} if self.tags is not None else {})}
 
     @property
-    def told_after(self) -> After | None:
+    def given_after(self) -> After | None:
         """What the task waits for. None: for what it has waited for before, if it exists."""
         return self.after or (None if self.changes_existing else After())
 

@@ -136,15 +136,10 @@ async def claim(
     `won`. An error that `is_unconfirmed` is raised after everything has been tried.
     """
     variables = _claiming(worker, running_id)
-    untried = _plain_candidates({"$in": list(ids)}, closed_queues, narrowed_by, store.now)
-    command = store.update_command(
-        untried, prepared(plain_claim_pipeline, store.now), deadline_ms, variables, hint="_id_"
-    )
-    count, unconfirmed = await _modified(store, command)
+    short, whole = _forms({"$in": list(ids)}, running_id, closed_queues, narrowed_by, store.now)
+    count, unconfirmed = await _modified(store, store.update_command(*short, deadline_ms, variables, hint="_id_"))
     if count < len(ids):
-        rest = {"$and": [_candidates({"$in": list(ids)}, narrowed_by), _never_by(running_id)]}
-        pipeline = prepared(claim_pipeline, store.now, tuple(sorted(closed_queues)))
-        more, late = await _modified(store, store.update_command(rest, pipeline, deadline_ms, variables))
+        more, late = await _modified(store, store.update_command(*whole, deadline_ms, variables))
         count, unconfirmed = count + more, late or unconfirmed
     if unconfirmed is not None:
         raise unconfirmed
@@ -174,17 +169,10 @@ async def claim_one(
     deadline_ms: int = 2_000,
 ) -> Document | None:
     """Claim one task and return it, or None. Does what `claim` and `won` do, in one round trip if nobody has tried the task."""
-    forms = (
-        (_plain_candidates(id_, closed_queues, narrowed_by, store.now), prepared(plain_claim_pipeline, store.now)),
-        (
-            {"$and": [_candidates(id_, narrowed_by), _never_by(running_id)]},
-            prepared(claim_pipeline, store.now, tuple(sorted(closed_queues))),
-        ),
-    )
+    variables = _claiming(worker, running_id)
     unconfirmed: WriteConcernError | None = None
-    for query, pipeline in forms:
+    for query, pipeline in _forms(id_, running_id, closed_queues, narrowed_by, store.now):
         try:
-            variables = _claiming(worker, running_id)
             document = await store.update_one(query, pipeline, deadline_ms, variables, fields, hint="_id_")
         except OperationFailure as error:
             if isinstance(error, WriteConcernError) and is_unconfirmed(error):
@@ -199,6 +187,20 @@ async def claim_one(
     if unconfirmed is not None:
         raise unconfirmed
     return None
+
+
+def _forms(
+    ids: Any,
+    running_id: str,
+    closed_queues: Collection[str],
+    narrowed_by: Mapping[str, Any] | None,
+    now: rules.Expression,
+) -> tuple[tuple[Document, list[Document]], tuple[Document, list[Document]]]:
+    """Return a claim's two updates, each a filter and a pipeline: the short form, and the whole rule for what that left."""
+    untried = _plain_candidates(ids, closed_queues, narrowed_by, now)
+    rest = {"$and": [_candidates(ids, narrowed_by), _never_by(running_id)]}
+    whole = prepared(claim_pipeline, now, tuple(sorted(closed_queues)))
+    return (untried, prepared(plain_claim_pipeline, now)), (rest, whole)
 
 
 def _candidates(ids: Any, narrowed_by: Mapping[str, Any] | None) -> Document:

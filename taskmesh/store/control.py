@@ -21,9 +21,10 @@ from taskmesh.store import children, dependencies, repeated, rules
 from taskmesh.store.by_id import in_parts
 from taskmesh.store.driver import CODEC, Document
 from taskmesh.store.event_stamp import stamp
-from taskmesh.store.finish import begun_anew, cancel_pipeline, first_params_if, fresh_state
+from taskmesh.store.finish import cancel_pipeline
 from taskmesh.store.malformed import STRANGE
 from taskmesh.store.prepared import prepared
+from taskmesh.store.restart import first_params_if, fresh_state, restarted_state
 from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.store import Store
 
@@ -111,7 +112,7 @@ def retry_pipeline(now: rules.Expression, *, fresh: bool = False) -> list[Docume
     }
     # A finished task starts its life again: no entries, no counts; it need not repeat what it has recorded.
     times = {"start_time": None, "expire_time": expire_time}
-    anew = begun_anew(now, times) if fresh else fresh_state(now, {**times, **recorded})
+    anew = restarted_state(now, times) if fresh else fresh_state(now, {**times, **recorded})
     return [
         # One of the two, and a stamp that wakes the workers.
         {

@@ -17,15 +17,26 @@ from taskmesh.store.by_id import own_value
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.prepared import prepared
+from taskmesh.store.restart import OWN_PARAMS, STAGED, fresh_state, reopened_if_requested
 from taskmesh.store.store import WRITE_DEADLINE_MS, Store
 
 Kind = Literal[
-    "succeeded", "failed", "released", "snoozed", "suspended", "conflicted", "moved", "stopped", "stepped", "looped"
+    "succeeded",
+    "failed",
+    "released",
+    "snoozed",
+    "suspended",
+    "conflicted",
+    "moved",
+    "stopped",
+    "looped",
+    "stepped",
+    "reported",
 ]
-"""`stepped` is no end: the execution goes on, and has recorded something (`store.steps`)."""
+"""The last two are no ends: the execution goes on, and has recorded something (`store.steps`) or reports (`report`)."""
 _GIVEN_BACK: tuple[Kind, ...] = ("released", "snoozed", "suspended", "conflicted")
 KEPT_STAGES = 100
-_TOLD_AS: dict[Kind, str] = {"conflicted": "snoozed", "looped": "succeeded"}
+_ANNOUNCED_AS: dict[Kind, str] = {"conflicted": "snoozed", "looped": "succeeded"}
 _STATE_OF: dict[Kind, str] = {"succeeded": "SUCCESS", "failed": "FAIL", "stopped": "FAIL"}
 _WAITED_FOR = {"task_state.parent", "task_state.dependents"}
 KNOWN_OF_SINGLE = _WAITED_FOR | {
@@ -69,7 +80,7 @@ KNOWN_OF_SINGLE = _WAITED_FOR | {
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """How one execution ended."""
+    """How one execution ended, or what it writes while it goes on."""
 
     id: str
     running_id: str
@@ -80,7 +91,7 @@ class Outcome:
     delay_ms: int | None = None
     """For `Retry` and `Snooze`: no worker claims the task before this has passed. For a record: when its wait is over."""
     progress: Document | None = None
-    progress_untold: bool = False
+    progress_unannounced: bool = False
     """Whether no report has written this progress, so that readers of events have not been told of it."""
     size: int = 0
     """About how many bytes `entry` needs, so that a batch stays within one message."""
@@ -139,7 +150,7 @@ async def finish(
     pipeline = [
         *stages,
         # Announce how it ended. A conflict is announced as a snooze: readers see a task that runs again later.
-        {"$set": {"event": _told(_TOLD_AS.get(kind, kind), worker_id, outcomes, store.now)}},
+        {"$set": {"event": _announcement(_ANNOUNCED_AS.get(kind, kind), worker_id, outcomes, store.now)}},
         # Status and times follow.
         *prepared(rules.derivation, store.now),
     ]
@@ -186,7 +197,7 @@ async def _finish_plain(
                     "ask_time": {"$cond": [rules.HAS_DEPENDENTS, now, "$$REMOVE"]},
                     **_progress(outcomes),
                 },
-                "event": _told("succeeded", worker_id, outcomes, now),
+                "event": _announcement("succeeded", worker_id, outcomes, now),
                 # The task is finished, and is kept for as long as its option says.
                 "status": "SUCCESS",
                 "next_claim_time": "$$REMOVE",
@@ -300,7 +311,7 @@ def _ended(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
     stages: list[Document] = [{"$set": {"task_state": task_state}}]
     if state == "FAIL":
         stages.append(_oldest_fails_dropped())
-    return [*stages, reopened_if_wished(now, own([outcome.running_id for outcome in outcomes], outcomes))]
+    return [*stages, reopened_if_requested(now, own([outcome.running_id for outcome in outcomes], outcomes))]
 
 
 def _given_back(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]:
@@ -476,10 +487,10 @@ def _resume_time(outcomes: Sequence[Outcome], now: rules.Expression) -> Document
     return {"resume_time": {"$ifNull": [latest, "$$REMOVE"]}}
 
 
-def _told(kind: str, worker_id: str, outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expression:
+def _announcement(kind: str, worker_id: str, outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expression:
     """Return the stamp of how executions ended, and of their progress, if they bring any."""
-    untold = [outcome.progress_untold for outcome in outcomes]
-    progressed = own(untold, outcomes) if any(untold) else False
+    unannounced = [outcome.progress_unannounced for outcome in outcomes]
+    progressed = own(unannounced, outcomes) if any(unannounced) else False
     return stamp(kind, now, {"$literal": worker_id}, progressed=progressed)
 
 
@@ -523,54 +534,6 @@ def _oldest_fails_dropped() -> Document:
     }
 
 
-def reopened_if_wished(now: rules.Expression, reopened_by: rules.Expression = "$$REMOVE") -> Document:
-    """Reopen a task that is finished now, if `run_again` was requested after its executions had started.
-
-    An execution notes at its claim how many requests there were (`wish`); a publish during the run adds one. A request is
-    served by all executions that SUCCEEDed after it or, if the task FAILs, by one execution after it, even a lost one; for a
-    task that has moved on by `Next`, by the stages that began after it.
-    """
-    lost = {"$concatArrays": ["$$lost", {"$ifNull": ["$task_state.losses", []]}]}
-    served = {
-        "$cond": [
-            {"$eq": ["$$status", "SUCCESS"]},
-            {"$min": _wishes("$$done")},
-            {"$max": _wishes({"$concatArrays": ["$$fails", lost]})},
-        ]
-    }
-    unserved = {
-        "$let": {
-            "vars": {"status": rules.status(now)},
-            "in": {
-                "$and": [
-                    {"$in": ["$$status", ["SUCCESS", "FAIL"]]},
-                    {"$gt": ["$task_state.wanted", {"$ifNull": [of_first_stage("wish"), served]}]},
-                ],
-            },
-        }
-    }
-    wished = {"$gt": ["$task_state.wanted", None]}
-    condition = {"$and": [wished, rules.with_facts(now, unserved)]}
-    # A task with a sequence key joins its line again, behind whatever was published before the request.
-    has_line = {"$gt": [rules.LINE, None]}
-    in_line = {
-        name: {"$cond": [has_line, value, f"$task_state.{name}"]}
-        for name, value in (("in_line", True), ("place", rules.NEXT_PLACE), ("ask_time", rules.next_mark(now)))
-    }
-    afresh = begun_anew(now, {"reopened_by": reopened_by, **in_line})
-    # Start anew in the very write that would have finished the task: nobody sees it finished in between.
-    return {
-        "$set": {
-            "task_state": {"$cond": [condition, afresh, "$task_state"]},
-            "params": first_params_if(condition),
-        }
-    }
-
-
-def _wishes(entries: rules.Expression) -> rules.Expression:
-    return {"$map": {"input": entries, "in": {"$ifNull": ["$$this.wish", 0]}}}
-
-
 def cancel_pipeline(now: rules.Expression) -> list[Document]:
     """Cancel an unfinished task."""
     return [
@@ -579,77 +542,6 @@ def cancel_pipeline(now: rules.Expression) -> list[Document]:
         # Status and times follow.
         *prepared(rules.derivation, now),
     ]
-
-
-def fresh_state(now: rules.Expression, changes: Document) -> rules.Expression:
-    """Return `task_state` as of a task that nobody has tried, but with its times, requests, destination and occupied places.
-
-    Dependencies and dependents are kept, too: if it has waited for dependencies, it waits for them again. Records and signals
-    are dropped with the rest.
-    """
-    times = (
-        "create_time",
-        "start_time",
-        "expire_time",
-        "wanted",
-        "params_version",
-        "moves_to",
-        "debounced_since",
-        "throttled_since",
-        "home",
-    )
-    links = (
-        "flow",
-        "after",
-        "waits_for",
-        "unlinked",
-        "dependents",
-        "ask_time",
-        "stages",
-        "own_params",
-        "parent",
-        "detached",
-        "has_children",
-        "line",
-        "place",
-        "in_line",
-        "on_sequence_failure",
-    )
-    kept = {name: f"$task_state.{name}" for name in (*times, *links)}
-    return {**kept, "timeout_cnt": 0, "worker_states": {"$literal": []}, "leaving": rules.sent_away(now), **changes}
-
-
-STAGED: rules.Expression = {"$gt": ["$task_state.stages", []]}
-"""Whether the task has moved on by `Next`. Then the first of its stages says where and with which params it starts anew."""
-
-OWN_PARAMS: rules.Expression = {"$ifNull": ["$task_state.own_params", "$$REMOVE"]}
-"""Whether the params of the current stage came from `Next`: not from a publication, nor from dependencies."""
-
-
-def begun_anew(now: rules.Expression, changes: Document) -> rules.Expression:
-    """Return `task_state` as of a task that nobody has tried, in its first stage again. See also `first_params_if`."""
-    return fresh_state(now, {**in_first_stage(), **changes})
-
-
-def in_first_stage() -> Document:
-    """Return the fields of `task_state` that bring a task back to the queue of its first stage. The derivation moves it."""
-    moves_on = {"$mergeObjects": [rules.MOVES_TO, {"queue": of_first_stage("queue")}]}
-    return {
-        "home": {"$ifNull": [of_first_stage("queue"), rules.HOME, "$$REMOVE"]},
-        "moves_to": {"$cond": [{"$and": [STAGED, {"$gt": [rules.MOVES_TO, None]}]}, moves_on, rules.MOVES_TO]},
-        "stages": "$$REMOVE",
-        "own_params": "$$REMOVE",
-    }
-
-
-def first_params_if(condition: rules.Expression) -> rules.Expression:
-    """Return the params with which the task starts, where the condition holds; otherwise those that it has."""
-    return {"$cond": [{"$and": [STAGED, condition]}, of_first_stage("params"), "$params"]}
-
-
-def of_first_stage(name: str) -> rules.Expression:
-    """Return a field of the first stage; missing if there is none."""
-    return {"$let": {"vars": {"first": {"$arrayElemAt": ["$task_state.stages", 0]}}, "in": f"$$first.{name}"}}
 
 
 async def report(store: Store, worker_id: str, outcomes: Sequence[Outcome]) -> int:

@@ -23,10 +23,10 @@ from taskmesh.store import dependencies, repeated, rules
 from taskmesh.store.control import NOT_DELETED, values_kept
 from taskmesh.store.driver import CODEC, Document
 from taskmesh.store.event_stamp import stamp
-from taskmesh.store.finish import OWN_PARAMS, STAGED, begun_anew, first_params_if, in_first_stage, of_first_stage
 from taskmesh.store.numbers import number_at
 from taskmesh.store.prepared import prepared
 from taskmesh.store.publication import Publication, line_of, new_document
+from taskmesh.store.restart import OWN_PARAMS, STAGED, first_params_if, in_first_stage, of_first_stage, restarted_state
 from taskmesh.store.server_errors import DOCUMENT_TOO_LARGE, Code
 from taskmesh.store.store import WRITE_DEADLINE_MS, Store
 
@@ -490,7 +490,7 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
         }
         stages.append({"$set": {"task_state": moved}})
     if configuration.runs_again:
-        again = begun_anew(at, {"wanted": {"$add": [{"$ifNull": ["$task_state.wanted", 0]}, 1]}})
+        again = restarted_state(at, {"wanted": {"$add": [{"$ifNull": ["$task_state.wanted", 0]}, 1]}})
         one_more = {"$mergeObjects": ["$task_state", {"wanted": again["wanted"]}]}
         # A running task is counted as requested once more, and starts anew when it ends; any other, or one to be replaced,
         # starts anew now: what runs is stopped, and keeps its place until its handler has ended.

@@ -15,9 +15,9 @@ from taskmesh.store import rules
 from taskmesh.store.claim import counted_losses
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
-from taskmesh.store.finish import reopened_if_wished
 from taskmesh.store.malformed import WELL_FORMED
 from taskmesh.store.prepared import prepared
+from taskmesh.store.restart import reopened_if_requested
 from taskmesh.store.server_errors import is_over_deadline, is_unconfirmed
 from taskmesh.store.store import Store
 
@@ -77,7 +77,7 @@ async def _settle(store: Store, query: Document, deadline_ms: int) -> int:
         # The entries without the lost ones, and a stamp that tells whose they were.
         {"$set": {"task_state": rules.with_facts(now, state), "event": stamp("settled", now, lost=lost)}},
         # If it was published to run again meanwhile, it starts anew instead of ending.
-        reopened_if_wished(now),
+        reopened_if_requested(now),
         # The status that time alone has brought about, and no `settle_time` any more.
         *prepared(rules.derivation, now),
     ]

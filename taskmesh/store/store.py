@@ -1,9 +1,9 @@
 """The one place that speaks to MongoDB: a `Store` holds the connection; the verbs are the modules beside this one.
 
-In the order of a task's life: `rules`, `publish`, `find`, `claim`, `renew`, `finish`, `control`, `settle`, `limits`; for
-the rest of the fleet `change_stream`, `registry` (workers, queues, definitions), `schedules`, `audit` and `schema`
-(collections, indexes). The queries for people are in `admin/store`. A verb changes a task by one pipeline update that
-ends in `rules.derivation`, or by a short form that writes what would follow (`plain`). Inserts have nothing to derive.
+In the order of a task's life: `rules`, `publish`, `find`, `claim`, `renew`, `finish`, `restart`, `control`, `settle`,
+`limits`; for the rest of the fleet `change_stream`, `registry` (workers, queues, definitions), `schedules`, `audit` and
+`schema` (collections, indexes). The queries for people are in `admin/store`. A verb changes a task by one pipeline update
+that ends in `rules.derivation`, or by a short form that writes what would follow (`plain`). Inserts have nothing to derive.
 """
 
 from __future__ import annotations

@@ -487,7 +487,7 @@ async def test_a_block_that_a_cancel_scope_cuts_short_is_undone_at_once(
         await cut.wait()
         async with asyncio.timeout(10):  # nothing is locked
             await client[database]["orders"].insert_one({"_id": 1, "n": 2})
-        await eventually(progress_is_stored, what="it is not hushed any more")
+        await eventually(progress_is_stored, what="its writes are not held back any more")
         go_on.set()
         assert await handle.result(60) == "the other way"
     assert await orders_in(client, database) == [2]

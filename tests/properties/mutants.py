@@ -15,6 +15,7 @@ from taskmesh.store import (
     finish,
     publish,
     renew,
+    restart,
     rules,
     sequences,
     settle,
@@ -332,13 +333,13 @@ def stages() -> Iterator[tuple[str, Mutant]]:
     yield "a stage that goes on forgets where it was to begin", result(finish, "_moved", *_BEGINS)
     yield "who works beside it loses his place", result(finish, "_moved", {"$not": [_MINE]}, False)
     yield "who goes on keeps its own place", result(finish, "_moved", {"$not": [_MINE]}, True)
-    yield "what starts over stays in its stage", replaced(finish, "in_first_stage", dict)
+    yield "what starts over stays in its stage", replaced(restart, "in_first_stage", dict)
     yield "what has succeeded starts over in its stage", replaced(publish, "in_first_stage", dict)
     yield (
         "what starts over goes where its stage was wanted",
-        result(finish, "in_first_stage", {"$and": ANYTHING}, False),
+        result(restart, "in_first_stage", {"$and": ANYTHING}, False),
     )
-    for module in (finish, control, publish):
+    for module in (restart, control, publish):
         last_params = replaced(module, "first_params_if", lambda _: "$params")
         yield f"what starts over has the params of its stage, in {module.__name__}", last_params
     yield "signals are lost on the way to the next stage", replaced(finish, "_moved", _signals_lost)
@@ -346,7 +347,7 @@ def stages() -> Iterator[tuple[str, Mutant]]:
         "a signal that an earlier stage has consumed comes again",
         unguarded("signal", "task_state.stages.steps.signal_id"),
     )
-    yield "a later stage serves a wish", result(finish, "reopened_if_wished", finish.of_first_stage("wish"), None)
+    yield "a later stage serves a wish", result(finish, "reopened_if_requested", restart.of_first_stage("wish"), None)
     yield "a publication changes the params under way", _params_follow(follow=True)
     yield "a publication leaves the params of a stage that has none of its own", _params_follow(follow=False)
     yield "a publication changes no first stage", replaced(publish, "_first_stage", lambda _: _STAGES)
@@ -357,7 +358,7 @@ def stages() -> Iterator[tuple[str, Mutant]]:
 _NEXT_PARAMS = {"$ifNull": ["$_next.params", "$params"]}
 _FIRST_KEPT = ({"$concatArrays": [{"$slice": [ANYTHING, 1]}, ANYTHING]}, {"$slice": ["$task_state.stages", -2]})
 _GROUP = {"$cond": [{"$gt": [rules.MOVES_TO, None]}, ANYTHING, "$group"]}
-_BEGINS = ({"$cond": [finish.STAGED, "$queue", ANYTHING]}, "$queue")
+_BEGINS = ({"$cond": [restart.STAGED, "$queue", ANYTHING]}, "$queue")
 _MINE = {"$and": [{"$eq": ["$$this.state", "RUNNING"]}, _OWN]}
 _STAGES = {"$ifNull": ["$task_state.stages", "$$REMOVE"]}
 _PLACED = ({"params": "$$params", "queue": ANYTHING}, {"params": "$$params"})
@@ -374,7 +375,7 @@ def _params_follow(*, follow: bool) -> Mutant:
     original = publish._of_params
 
     def mutated(configuration: Any) -> Any:
-        return original(configuration) | {"params_follow": follow or {"$not": [finish.STAGED]}}
+        return original(configuration) | {"params_follow": follow or {"$not": [restart.STAGED]}}
 
     return replaced(publish, "_of_params", mutated)
 
@@ -388,7 +389,10 @@ def lines() -> Iterator[tuple[str, Mutant]]:
     yield "no head makes way", replaced(sequences, "_confirmed", _nobody_has_left)
     yield "the head of a line is not opened", replaced(sequences, "_is_shut", lambda _: False)
     yield "what is begun anew stays in its old line", result(publish, "change_pipeline", *_OTHER_LINE)
-    yield "a wish keeps its place in line", result(finish, "reopened_if_wished", rules.NEXT_PLACE, "$task_state.place")
+    yield (
+        "a wish keeps its place in line",
+        result(finish, "reopened_if_requested", rules.NEXT_PLACE, "$task_state.place"),
+    )
     yield "what is done with a line is kept", replaced(dependencies, "_unmark_all", _underived_unmark)
 
 
@@ -514,4 +518,4 @@ def _last_delay(outcomes: Any, now: Any) -> Any:
 
 
 def _unwished(module: Any) -> Mutant:
-    return replaced(module, "reopened_if_wished", lambda *_: {"$set": {}})
+    return replaced(module, "reopened_if_requested", lambda *_: {"$set": {}})

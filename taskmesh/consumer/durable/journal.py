@@ -267,7 +267,7 @@ class Journal:
             record = await self.look_up(entry)
             if timeout_ms is not None:
                 checked_ms("timeout_ms", timeout_ms)
-            if record is None and self._waits_in_vain(timeout_ms):
+            if record is None and self._has_to_suspend(timeout_ms):
                 # This saves an update: the one that suspends the task records the wait, and sees what has happened meanwhile.
                 wait |= {"record": (await self.outcome(entry, {})).step, "timeout_ms": timeout_ms}
             elif record is None or record.get("time") is None:
@@ -278,7 +278,7 @@ class Journal:
             await self.suspend(wait)
         return record["value"]
 
-    def _waits_in_vain(self, timeout_ms: int | None) -> bool:
+    def _has_to_suspend(self, timeout_ms: int | None) -> bool:
         """Whether no signal had come when the task was claimed, and its wait does not end at once."""
         signalled = self._execution.document["task_state"].get("signals_bytes")
         return not signalled and (timeout_ms is None or timeout_ms > 1000 * _IN_PLACE_S)
@@ -292,7 +292,7 @@ class Journal:
         self._check()
         self._check_place(step_under_way())
         publisher = self._execution.publisher
-        definition = await publisher.known(definition)
+        definition = await publisher.resolved(definition)
         name = definition.name
         ids = {task_id(name, key): key for key in params_by_key}
         if (after := definition.configuration.after) and ids and self._execution.id in after.ids:
@@ -643,7 +643,7 @@ class Journal:
                 f"{self._label}: steps, sleeps and waits need concurrent_worker_cnt=1, and it is {workers}: several workers "
                 "would take each other's records for their own"
             )
-        if (execution.hushed and not self._in_transaction) or execution.recorded:
+        if (execution.writes_held_back and not self._in_transaction) or execution.recorded:
             raise TaskMeshError(
                 f"{self._label}: nothing can be recorded or waited for inside transaction() or after it: do so before, or use "
                 "step(…, transactional=True)"

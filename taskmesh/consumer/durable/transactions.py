@@ -252,13 +252,13 @@ class Transactions:
     # --- what a side does here ---
 
     async def begin(self, execution: Execution) -> float:
-        """Silence the execution, and extend its lease."""
+        """Hold back other writes to the task, and extend its lease."""
         execution.check_lease()
-        if execution.hushed or execution.recorded:
+        if execution.writes_held_back or execution.recorded:
             raise RuntimeError(f"task {execution.name!r} {execution.key!r}: an execution has one transaction")
         limit_s = await self._lifetime_limit_s()
         lease_s = max(execution.stored_option["worker_timeout_ms"] / 1000, limit_s + _LEASE_BEYOND_LIMIT_S)
-        execution.hushed = True
+        execution.writes_held_back = True
         try:
             await self._reporter.written()
             await self._pinger.postpone(execution, limit_s + _PING_AFTER_LIMIT_S)
@@ -299,11 +299,11 @@ class Transactions:
     def resume(self, execution: Execution) -> None:
         """Ping and report as before."""
         execution.commit_failed()
-        execution.speak_again()
+        execution.write_again()
 
     def abandoned(self, execution: Execution) -> None:
         """End the transaction of a process that died in it, from a thread: what it has written is locked until then."""
-        if execution.hushed and not execution.recorded:
+        if execution.writes_held_back and not execution.recorded:
             with suppress(PyMongoError, RuntimeError):  # the server does it by itself when the limit is over
                 self.side(execution).call(self._store.driver.admin({"killSessions": [execution.session_id]}))
 

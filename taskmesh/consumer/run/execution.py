@@ -121,7 +121,7 @@ class Execution:
     """How its task repeats, if it is a loop. A loop holds no slot, and the end of an execution is not the end of its task."""
     recorded = False
     """Whether `transaction()` has already recorded SUCCESS."""
-    hushed = False
+    writes_held_back = False
     """Whether nothing may be written to its task, since an open `transaction()` will write to it."""
     batched = False
     """Whether it is one of several that share a call of the handler."""
@@ -433,8 +433,8 @@ class Execution:
     async def publish(self, definition: Publishable | str, key: str, params: Mapping[str, Any]) -> None:
         """Keep a task to be published together with this execution's SUCCESS. Raises what publishing it would raise."""
         self.check_goes_on()
-        definition = await self.publisher.known(definition)
-        after = definition.configuration.told_after
+        definition = await self.publisher.resolved(definition)
+        after = definition.configuration.given_after
         if after is None:
             after = await self.publisher.after_of(definition.name, key)
         publication = self.publisher.publication_of(definition, key, params, after)
@@ -455,7 +455,9 @@ class Execution:
 
     async def _check_after(self, publication: Publication) -> None:
         """Raise `TaskNotFound` unless every dependency exists, or is published before it by this handler."""
-        if not self.hushed:  # what the handler has published in its `transaction()` is visible only there, when it ends
+        if (
+            not self.writes_held_back
+        ):  # what the handler has published in its `transaction()` is visible only there, when it ends
             await self.publisher.check_after(publication, [each.id for each in self.publications])
 
     def _add_publication(self, publication: Publication) -> None:
@@ -475,7 +477,7 @@ class Execution:
     @property
     def in_a_block(self) -> bool:
         """Whether a `transaction()` is open, whose result can be set."""
-        return self.hushed and not self.recorded
+        return self.writes_held_back and not self.recorded
 
     def set_result(self, value: Any) -> None:
         """Keep the result until a `transaction()` ends."""
@@ -538,12 +540,12 @@ class Execution:
             self.ended = self.judged
 
     def _report_soon(self) -> None:
-        if not self.hushed:
+        if not self.writes_held_back:
             self._reports.add(self)
 
-    def speak_again(self) -> None:
+    def write_again(self) -> None:
         """Ping at once after a failed `transaction()`, and report what was held back."""
-        self.hushed = False
+        self.writes_held_back = False
         self.silent_until = 0.0
         self.next_ping = time.monotonic()
         self._report_soon()
@@ -553,7 +555,9 @@ class Execution:
     def outcome(self, kind: Any, entry: Mapping[str, Any], size: int = 0, delay_ms: int | None = None) -> Outcome:
         """Return how this execution ended, with its logs and progress: the last report of them may have failed."""
         told = self._report
-        logs, progress, untold = (told.logs(), told.progress, told.progress_untold) if told else ({}, None, False)
+        logs, progress, unannounced = (
+            (told.logs(), told.progress, told.progress_unannounced) if told else ({}, None, False)
+        )
         size += told.size if told else 0
         if self.secrets and "fail_reason" in entry:
             entry = {**entry, "fail_reason": self.redacted(entry["fail_reason"])}
@@ -566,7 +570,7 @@ class Execution:
             entry,
             delay_ms,
             progress,
-            untold,
+            unannounced,
             size,
             concerns_others="pending" in self.document["task_state"],
         )
@@ -574,7 +578,7 @@ class Execution:
     def report(self) -> Outcome | None:
         """Return the new logs and progress, to be written while the execution goes on."""
         logs, progress = self._report.unwritten() if self._report is not None else ({}, None)
-        return Outcome(self.id, self.running_id, "succeeded", logs, None, progress) if logs or progress else None
+        return Outcome(self.id, self.running_id, "reported", logs, None, progress) if logs or progress else None
 
     def report_failed(self, report: Outcome) -> None:
         """Report again later what could not be written."""
@@ -584,4 +588,4 @@ class Execution:
 
 def _asks_first(configuration: Configuration) -> bool:
     """Whether a publication can be checked only by asking the database."""
-    return bool(configuration.after) or configuration.told_after is None
+    return bool(configuration.after) or configuration.given_after is None

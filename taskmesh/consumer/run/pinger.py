@@ -99,7 +99,7 @@ class Pinger:
         """Apply a changed ping interval from the next ping on. All other fields of an option count from the next claim."""
         with self._changed:
             execution.stored_option = execution.stored_option | {"ping_interval_ms": stored_option["ping_interval_ms"]}
-            if not execution.hushed:  # else a ping would abort its open transaction
+            if not execution.writes_held_back:  # else a ping would abort its open transaction
                 execution.next_ping = min(execution.next_ping, time.monotonic() + execution.ping_every_s)
             self._changed.notify()
 
@@ -189,7 +189,7 @@ class Pinger:
         if self._jumps.any_since():
             logger.info("this machine's clock has jumped: checking %d leases with the server", len(held))
             for execution in held:
-                if not execution.hushed:
+                if not execution.writes_held_back:
                     execution.next_ping = now
         self._jumps = Jumps()
         for execution in held:

@@ -21,11 +21,11 @@ _LINE_BYTES = 60
 class Report:
     """The newest progress and the last lines of one execution, and whether they are written. Lines come from any thread."""
 
-    __slots__ = ("_bytes", "_dropped", "_lines", "_lines_unwritten", "_lock", "progress", "progress_untold")
+    __slots__ = ("_bytes", "_dropped", "_lines", "_lines_unwritten", "_lock", "progress", "progress_unannounced")
 
     def __init__(self) -> None:
         self.progress: Document | None = None
-        self.progress_untold = False
+        self.progress_unannounced = False
         """Whether the newest progress has not been written yet."""
         self._lines: deque[Document] = deque()
         self._bytes = self._dropped = 0
@@ -35,7 +35,7 @@ class Report:
     def set_progress(self, share: float, message: str | None, time: datetime) -> None:
         """Note how far the handler has come. Earlier progress is dropped."""
         self.progress = {"fraction": share, "message": message, "time": time}
-        self.progress_untold = True
+        self.progress_unannounced = True
 
     def add_line(self, text: str, time: datetime) -> None:
         """Keep a line. The oldest lines are dropped when there are too many."""
@@ -59,14 +59,14 @@ class Report:
 
     def unwritten(self) -> tuple[Document, Document | None]:
         """Return the lines and the progress that have to be written. From now on they count as written."""
-        lines, progress = self._lines_unwritten, self.progress_untold
-        self._lines_unwritten = self.progress_untold = False
+        lines, progress = self._lines_unwritten, self.progress_unannounced
+        self._lines_unwritten = self.progress_unannounced = False
         return self.logs() if lines else {}, self.progress if progress else None
 
     def not_written(self, logs: Document, progress: Document | None) -> None:
         """Note that they could not be written."""
         self._lines_unwritten = self._lines_unwritten or bool(logs)
-        self.progress_untold = self.progress_untold or progress is not None
+        self.progress_unannounced = self.progress_unannounced or progress is not None
 
 
 def checked_progress(fraction: object, message: object) -> tuple[float, str | None]:

@@ -62,7 +62,7 @@ class Reporter:
     async def _flush(self) -> None:
         while self._dirty:
             executions = [self._dirty.pop(key) for key in list(self._dirty)[:_MAX_BATCH]]
-            speaking = [execution for execution in executions if not (execution.ended or execution.hushed)]
+            speaking = [execution for execution in executions if not (execution.ended or execution.writes_held_back)]
             told = [(execution, news) for execution in speaking if (news := execution.report()) is not None]
             # One update must not repeat a field that only some have: logs and progress go in one update each.
             for with_logs in (True, False):

@@ -170,7 +170,7 @@ class Remote:
     def publish_in_thread(self, definition: Any, key: str, params: Mapping[str, Any]) -> None:
         """Publish with the SUCCESS. The params are checked here, where their annotated types are known."""
         if isinstance(definition, TaskDefinition):
-            after = definition.configuration.told_after
+            after = definition.configuration.given_after
             if after is None:
                 after = self.ask("after", definition.name, checked_key(key))
             stored, _ = definition.params.to_store(params, after)
@@ -260,7 +260,9 @@ class RemoteLedger:
         room = _STARTED_AT_ONCE_BYTES
         for key, params in params_by_key.items():
             if isinstance(definition, TaskDefinition):
-                stored[checked_key(key)], size = definition.params.to_store(params, definition.configuration.told_after)
+                stored[checked_key(key)], size = definition.params.to_store(
+                    params, definition.configuration.given_after
+                )
             else:
                 stored[checked_key(key)] = dict(params)
                 size = checked_size(name, stored[key])
