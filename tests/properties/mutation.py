@@ -120,7 +120,7 @@ def result(module: Any, name: str, old: Any, new: Any) -> Mutant:
 def sent(verb: str, change: Callable[[Any, Any], tuple[Any, Any]]) -> Mutant:
     """A change to the query and the pipeline that a verb sends."""
     home = control if hasattr(control, verb) else world
-    original, original_command = getattr(home, verb), store.Store.update_command
+    original = getattr(home, verb)
 
     async def marked(*arguments: Any, **named: Any) -> Any:
         _verb_under_way.set(verb)  # each operation runs in an asyncio task, and so in a context, of its own
@@ -130,14 +130,18 @@ def sent(verb: str, change: Callable[[Any, Any], tuple[Any, Any]]) -> Mutant:
         _verb_under_way.set(verb)
         return original(*arguments, **named)
 
-    def command(store: Any, query: Any, pipeline: Any, *rest: Any) -> Any:
-        if _verb_under_way.get() == verb:
-            query, pipeline = change(copy.deepcopy(query), copy.deepcopy(pipeline))
-        return original_command(store, query, pipeline, *rest)
+    def mutated(send: Callable[..., Any]) -> Callable[..., Any]:
+        def command(store: Any, query: Any, pipeline: Any, *rest: Any, **named: Any) -> Any:
+            if _verb_under_way.get() == verb:
+                query, pipeline = change(copy.deepcopy(query), copy.deepcopy(pipeline))
+            return send(store, query, pipeline, *rest, **named)
+
+        return command
 
     def apply(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(home, verb, marked if iscoroutinefunction(original) else marked_in_a_thread)
-        patch.setattr(store.Store, "update_command", command)
+        for name in ("update_command", "update_one"):  # of many tasks, and of one that is read as it was written
+            patch.setattr(store.Store, name, mutated(getattr(store.Store, name)))
 
     return apply
 
