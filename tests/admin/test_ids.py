@@ -223,7 +223,7 @@ def test_every_public_call_that_names_something_is_tried(mongo_uri: str) -> None
         "Publisher.after_of",
         "Publisher.check_many",
         "Publisher.addressed",
-        "Publisher.made",
+        "Publisher.new_publication",
         "Publisher.handle",
         "Publisher.handle_of",
         "TaskMesh.handle",
