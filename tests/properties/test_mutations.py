@@ -14,7 +14,7 @@ from tests.properties.shelf import Shelf
 from tests.properties.world import Difference
 
 _WORLDS = 3
-_OPERATIONS = int(os.environ.get("OPERATIONS", "12000"))
+_OPERATIONS = int(os.environ.get("OPERATIONS", "40000"))
 """Enough for the most hidden; most are found among the first hundred."""
 
 MUTANTS = dict(
