@@ -1,8 +1,8 @@
 """Running tasks.
 
 Start with `worker`: it has the diagram, and creates all other parts. Its parts are beside it, in the order in which a task passes
-them: `listener`, `scanner`, `claimer`, `executor`. What they work with is in packages, and none of these needs one further down
-in this list:
+them: `listener`, `scanner`, `claimer`, `executor`. What they work with is in packages, and each of these needs only those further
+down in this list:
 
 - `subprocess`: executions in child processes
 - `durable`: what an execution records while it goes on, so that the next one resumes there

@@ -6,7 +6,7 @@ whole set, since a task holds it at most once. A process that dies after the cla
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pymongo.errors import OperationFailure, WriteConcernError
@@ -136,10 +136,10 @@ async def claim(
     `won`. An error that `is_unconfirmed` is raised after everything has been tried.
     """
     variables = _claiming(worker, running_id)
-    short, whole = _forms({"$in": list(ids)}, running_id, closed_queues, narrowed_by, store.now)
-    count, unconfirmed = await _modified(store, store.update_command(*short, deadline_ms, variables, hint="_id_"))
+    forms = _forms({"$in": list(ids)}, running_id, closed_queues, narrowed_by, store.now)
+    count, unconfirmed = await _modified(store, store.update_command(*next(forms), deadline_ms, variables, hint="_id_"))
     if count < len(ids):
-        more, late = await _modified(store, store.update_command(*whole, deadline_ms, variables))
+        more, late = await _modified(store, store.update_command(*next(forms), deadline_ms, variables))
         count, unconfirmed = count + more, late or unconfirmed
     if unconfirmed is not None:
         raise unconfirmed
@@ -195,12 +195,11 @@ def _forms(
     closed_queues: Collection[str],
     narrowed_by: Mapping[str, Any] | None,
     now: rules.Expression,
-) -> tuple[tuple[Document, list[Document]], tuple[Document, list[Document]]]:
-    """Return a claim's two updates, each a filter and a pipeline: the short form, and the whole rule for what that left."""
-    untried = _plain_candidates(ids, closed_queues, narrowed_by, now)
+) -> Iterator[tuple[Document, list[Document]]]:
+    """Yield a claim's two updates, each a filter and a pipeline: the short form, then the whole rule for what that left."""
+    yield _plain_candidates(ids, closed_queues, narrowed_by, now), prepared(plain_claim_pipeline, now)
     rest = {"$and": [_candidates(ids, narrowed_by), _never_by(running_id)]}
-    whole = prepared(claim_pipeline, now, tuple(sorted(closed_queues)))
-    return (untried, prepared(plain_claim_pipeline, now)), (rest, whole)
+    yield rest, prepared(claim_pipeline, now, tuple(sorted(closed_queues)))
 
 
 def _candidates(ids: Any, narrowed_by: Mapping[str, Any] | None) -> Document:
