@@ -455,9 +455,8 @@ class Execution:
 
     async def _check_after(self, publication: Publication) -> None:
         """Raise `TaskNotFound` unless every dependency exists, or is published before it by this handler."""
-        if (
-            not self.writes_held_back
-        ):  # what the handler has published in its `transaction()` is visible only there, when it ends
+        # What the handler has published in its `transaction()` is visible only there, when it ends.
+        if not self.writes_held_back:
             await self.publisher.check_after(publication, [each.id for each in self.publications])
 
     def _add_publication(self, publication: Publication) -> None:
@@ -554,11 +553,10 @@ class Execution:
 
     def outcome(self, kind: Any, entry: Mapping[str, Any], size: int = 0, delay_ms: int | None = None) -> Outcome:
         """Return how this execution ended, with its logs and progress: the last report of them may have failed."""
-        told = self._report
-        logs, progress, unannounced = (
-            (told.logs(), told.progress, told.progress_unannounced) if told else ({}, None, False)
-        )
-        size += told.size if told else 0
+        logs, progress, unannounced = {}, None, False
+        if (report := self._report) is not None:
+            logs, progress, unannounced = report.logs(), report.progress, report.progress_unannounced
+            size += report.size
         if self.secrets and "fail_reason" in entry:
             entry = {**entry, "fail_reason": self.redacted(entry["fail_reason"])}
         entry = self.publisher.payloads.sealed_entry(self.id, entry)
