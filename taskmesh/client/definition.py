@@ -35,6 +35,8 @@ class TaskDefinition(Generic[P, R]):
     """How many tasks one call of the handler may get. 0: each call is for one task."""
     batch_wait_ms = 0
     """How long, in ms, the first of them waits for others."""
+    found = True
+    """Its handler is here."""
     encrypted = False
     """Its publisher knows its codec, and need not be told."""
 

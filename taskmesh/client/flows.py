@@ -119,15 +119,15 @@ class Flows:
         on_dependency_failure: OnDependencyFailure | None,
     ) -> tuple[Publication, TaskHandle[R]]:
         """Return a member's publication, checked, and its handle."""
-        known = self._publisher.definitions.get(checked_name(definition)) if isinstance(definition, str) else definition
-        if known is None:
+        task = self._publisher.definitions.get(checked_name(definition)) if isinstance(definition, str) else definition
+        if task is None:
             raise InvalidOption(
                 f"flow.add got the name {definition!r}, which this mesh does not define: define it, or publish it with after="
             )
         settings: dict[str, Any] = {} if after is None else {"after": after}
         if on_dependency_failure is not None:
             settings["on_dependency_failure"] = on_dependency_failure
-        configuration = known.configuration.changed(**settings) if settings else known.configuration
+        configuration = task.configuration.changed(**settings) if settings else task.configuration
         if configuration.session is not None:
             raise InvalidOption(
                 "session was set: a flow is published as a whole by itself, not in a transaction of yours"
@@ -137,16 +137,16 @@ class Flows:
                 f"{wrong[0]} was set: a flow joins a task that is there already, and does not change it: leave {wrong[0]} out, "
                 "or publish the task by itself"
             )
-        stored, size = known.to_store(params, configuration.given_after)
-        configuration, size_of_fields = self._publisher.final_configuration(known, configuration)
-        if known.broadcast:
+        stored, size = task.to_store(params, configuration.given_after)
+        configuration, size_of_fields = self._publisher.final_configuration(task, configuration)
+        if task.broadcast:
             raise InvalidOption(
-                f"task {known.name!r} is a broadcast, which is for the workers that are live when it is published: publish it "
+                f"task {task.name!r} is a broadcast, which is for the workers that are live when it is published: publish it "
                 "by a task of the flow, current_task().publish(…)"
             )
         size += size_of_fields
-        publication = self._publisher.new_publication(known, checked_key(key), stored, configuration, size, apart=True)
-        handle: TaskHandle[R] = TaskHandle(self._tasks, known.name, key, returns=known.returns)
+        publication = self._publisher.new_publication(task, checked_key(key), stored, configuration, size, apart=True)
+        handle: TaskHandle[R] = TaskHandle(self._tasks, task.name, key, returns=task.returns)
         return publication, handle
 
     async def publish(self, key: str, members: Mapping[str, tuple[Publication, TaskHandle[Any]]]) -> None:
@@ -159,18 +159,18 @@ class Flows:
             )
         await self._connection.create_what_is_missing()
         store = self._store
-        known = await patiently(lambda: flows.read(store, key))
-        if known is not None and await patiently(partial(flows.forgotten, store, known)):
-            known = None
-        if known is not None and set(members) <= set(known["members"]) and known["state"] == "opened":
+        flow = await patiently(lambda: flows.read(store, key))
+        if flow is not None and await patiently(partial(flows.forgotten, store, flow)):
+            flow = None
+        if flow is not None and set(members) <= set(flow["members"]) and flow["state"] == "opened":
             return
         joined: set[str] = set()
-        if known is not None and known["members"] and known["state"] == "opened":
+        if flow is not None and flow["members"] and flow["state"] == "opened":
             status = await self.status(key)
             if status.finished:
                 raise TaskFinished(f"flow {key!r} is finished: give a flow with other members another key")
             # These keep what they wait for, which may be gone by now.
-            joined = {f"{task.name}:{task.key}" for task in status.tasks if task.status is not None}
+            joined = {task_id(task.name, task.key) for task in status.tasks if task.status is not None}
         new = [each for each in publications if each.id not in joined]
         outside = {id_ for each in new if (after := each.configuration.after) for id_ in after.ids}
         if outside := outside.difference(members):
@@ -246,13 +246,15 @@ class Flows:
     async def cancel(self, key: str) -> FlowStatus:
         """See `FlowStatus.cancel`."""
         status = await self.status(key)
-        await flows.cancel(self._store, [f"{task.name}:{task.key}" for task in status.tasks])
+        await flows.cancel(self._store, [task_id(task.name, task.key) for task in status.tasks])
         return await self.status(key)
 
     async def retry(self, key: str) -> FlowStatus:
         """See `FlowStatus.retry`."""
         status = await self.status(key)
-        failed = [f"{task.name}:{task.key}" for task in status.tasks if task.status in ("FAIL", "CANCELLED", "EXPIRED")]
+        failed = [
+            task_id(task.name, task.key) for task in status.tasks if task.status in ("FAIL", "CANCELLED", "EXPIRED")
+        ]
         found = await flows.members(self._store, failed)
         # What failed by itself first: it brings back those that failed because of it. Then those that failed because of others.
         await flows.retry(self._store, [task["_id"] for task in found if not task["by_dependency"]])

@@ -28,7 +28,7 @@ from taskmesh.model.dependency import After
 from taskmesh.model.errors import InvalidOption, InvalidParams, TaskMeshError, TaskNotFound, TaskTooLarge
 from taskmesh.model.labels import words
 from taskmesh.model.option import MOST_WORKERS
-from taskmesh.model.task import Task, checked_key, checked_name, task_id
+from taskmesh.model.task import Task, checked_key, checked_name, joined, task_id
 from taskmesh.model.worker import able_workers
 from taskmesh.store import Store, apart, dependencies, find
 from taskmesh.store.apart import Apart
@@ -61,6 +61,10 @@ class Publishable(Protocol):
         """Whether each worker that is live at its publication runs it once."""
 
     @property
+    def found(self) -> bool:
+        """Whether it is a handler's, of this process or of some worker. False: it consists of defaults."""
+
+    @property
     def encrypted(self) -> bool:
         """Whether workers have registered that its values are encrypted."""
 
@@ -83,6 +87,11 @@ class Addressed:
     definition: Publishable
     configuration: Configuration
     broadcast = True
+
+    @property
+    def found(self) -> bool:
+        """Whether it is a handler's."""
+        return self.definition.found
 
     @property
     def encrypted(self) -> bool:
@@ -126,9 +135,7 @@ class Publisher:
         else the defaults. All are checked before any is written. Raises as `TaskDefinition.publish` does.
         """
         return await self._by_name(
-            name,
-            configuration,
-            lambda definition, settings, known: self.publish_all(definition, params_by_key, settings, known=known),
+            name, configuration, lambda definition, settings: self.publish_all(definition, params_by_key, settings)
         )
 
     async def check_many(
@@ -142,23 +149,21 @@ class Publisher:
         async def check(definition: Publishable, settings: Configuration) -> None:
             await self._checked(definition, params_by_key, *self.final_configuration(definition, settings))
 
-        await self._by_name(name, configuration, lambda definition, settings, _: check(definition, settings))
+        await self._by_name(name, configuration, check)
 
     async def _by_name(
-        self, name: str, configuration: PublishSettings, use: Callable[[Publishable, Configuration, bool], Awaitable[T]]
+        self, name: str, configuration: PublishSettings, use: Callable[[Publishable, Configuration], Awaitable[T]]
     ) -> T:
         """Call `use` with the definition of a name, and these settings of it."""
         definition = self.definitions.get(checked_name(name))
         if definition is not None:
-            return await use(definition, definition.configuration.changed(**configuration), True)
+            return await use(definition, definition.configuration.changed(**configuration))
         registered = await self.registered(name)
         try:
-            settings = registered.configuration.changed(**configuration)
-            return await use(registered, settings, registered.found)
+            return await use(registered, registered.configuration.changed(**configuration))
         except InvalidParams:  # a worker that accepts them may have come since
             registered = await self.registered(name, newly=True)
-            settings = registered.configuration.changed(**configuration)
-            return await use(registered, settings, registered.found)
+            return await use(registered, registered.configuration.changed(**configuration))
 
     async def registered(self, name: str, *, newly: bool = False) -> RegisteredDefinition:
         """Return what workers have registered about the tasks of this name. `newly`: not as it was some seconds ago."""
@@ -175,12 +180,10 @@ class Publisher:
         definition: Publishable,
         params_by_key: Mapping[str, Mapping[str, Any]],
         configuration: Configuration | None = None,
-        *,
-        known: bool = True,
     ) -> list[TaskHandle[Any]]:
         """Publish tasks of one definition, in its configuration unless another is given.
 
-        All are checked before any is written. `known`: the definition belongs to a handler, and does not consist of defaults.
+        All are checked before any is written.
         """
         began = time.monotonic()
         configuration = configuration or definition.configuration
@@ -198,9 +201,9 @@ class Publisher:
             else:
                 published = await self._publish_in_session(publications, configuration)
         await self._remove_unused(publications, published)
-        warnings = await self._warnings(definition.name, configuration, known=known)
+        warnings = await self._warnings(definition, configuration)
         existing = [each.id for each, result in zip(publications, published, strict=True) if not result.created]
-        of_existing = await self._warnings_of_existing(definition.name, configuration, existing, known=known)
+        of_existing = await self._warnings_of_existing(definition, configuration, existing)
         not_before = began if _end_is_announced(configuration) else None
         handles: list[TaskHandle[Any]] = []
         for publication, result in zip(publications, published, strict=True):
@@ -283,16 +286,15 @@ class Publisher:
             await self._connection.acceptance.accept([each.id for each in publications], author(None))
         return await publish_in_any_session(store, publications, clock.now(), configuration.session)
 
-    async def _warnings(self, name: str, configuration: Configuration, *, known: bool) -> list[str]:
+    async def _warnings(self, definition: Publishable, configuration: Configuration) -> list[str]:
+        registry, now = self._connection.registry, self._connection.clock.now()
         try:
-            return await self._connection.registry.warnings(
-                name, configuration, self._connection.clock.now(), known=known
-            )
+            return await registry.warnings(definition.name, configuration, now, found=definition.found)
         except PyMongoError as error:  # the tasks are published nevertheless
             return [f"could not be checked against the workers that there are ({type(error).__name__})"]
 
     async def _warnings_of_existing(
-        self, name: str, configuration: Configuration, ids: Sequence[str], *, known: bool
+        self, definition: Publishable, configuration: Configuration, ids: Sequence[str]
     ) -> dict[str, list[str]]:
         """Return the warnings about existing tasks that are in another queue or group than this call says."""
         registry = self._connection.registry
@@ -305,7 +307,7 @@ class Publisher:
         warned: dict[tuple[str, str | None], list[str]] = {}
         for queue, group in {*places.values()} - {(configuration.queue, configuration.group)}:
             there = replace(configuration, queue=queue, group=group)
-            warned[queue, group] = await self._warnings(name, there, known=known)
+            warned[queue, group] = await self._warnings(definition, there)
         return {id_: warned[place] for id_, place in places.items() if place in warned}
 
     async def _insert_with_dependencies(self, store: Store, publications: list[Publication]) -> list[Published]:
@@ -427,10 +429,11 @@ class Publisher:
         """
         name = definition.name
         sealed = self.payloads.codec_of(name) is not None
-        stored = self.payloads.sealed_params(f"{name}:{key}", params)
+        id_ = joined(name, key)
+        stored = self.payloads.sealed_params(id_, params)
         put_apart: Sequence[Apart] = ()
         if apart and self.payloads.is_large(size):
-            stored, put_apart, size = self.payloads.apart_params(f"{name}:{key}", stored)
+            stored, put_apart, size = self.payloads.apart_params(id_, stored)
         if size > MAX_BYTES:
             raise TaskTooLarge(
                 f"task {name!r}: params of {size} bytes fit in no document, and what a handler publishes is not stored apart: "
@@ -496,8 +499,8 @@ class Publisher:
 
     def handle(self, name: str, key: str) -> TaskHandle[Any]:
         """Return a handle to a task that was published before. See `TaskMesh.handle`."""
-        known = self.definitions.get(checked_name(name))
-        return TaskHandle(self._tasks, name, key, returns=PLAIN if known is None else known.returns)
+        definition = self.definitions.get(checked_name(name))
+        return TaskHandle(self._tasks, name, key, returns=PLAIN if definition is None else definition.returns)
 
     # --- from code without an event loop ---
 

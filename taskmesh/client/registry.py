@@ -46,10 +46,10 @@ class Registry:
 
     async def definition(self, name: str, *, newly: bool = False) -> RegisteredDefinition:
         """Return what workers have registered about the tasks of this name. Reads at most every two seconds; `newly`: at once."""
-        read_at, known = self._definitions.get(name, (float("-inf"), None))
+        read_at, definition = self._definitions.get(name, (float("-inf"), None))
         age = time.monotonic() - read_at
-        if known is not None and age <= (_ASKED_AGAIN_S if newly or not known.found else _TRUSTED_S):
-            return known
+        if definition is not None and age <= (_ASKED_AGAIN_S if newly or not definition.found else _TRUSTED_S):
+            return definition
         begun = time.monotonic()
         try:
             document = await patiently(lambda: registry.read_definition(self._store, name))
@@ -57,21 +57,19 @@ class Registry:
             if is_passing(error):
                 raise
             document = None  # this user may not read it: a warning says that nothing is known
-        known = RegisteredDefinition(name, document)
-        self._definitions[name] = begun, known
+        definition = RegisteredDefinition(name, document)
+        self._definitions[name] = begun, definition
         self._definitions.move_to_end(name)
         while len(self._definitions) > _MOST_DEFINITIONS:
             self._definitions.popitem(last=False)
-        return known
+        return definition
 
-    async def warnings(
-        self, name: str, configuration: Configuration, now: datetime, *, known: bool = True
-    ) -> list[str]:
+    async def warnings(self, name: str, configuration: Configuration, now: datetime, *, found: bool) -> list[str]:
         """Return why no worker could run such a task now. Reads at most every two seconds while all is well.
 
-        `known`: its queue, option and params are those of its definition, or of what workers have registered.
+        `found`: its queue, option and params are those of its definition, or of what workers have registered.
         """
-        return [*await self._unable(name, configuration, now), *([] if known else self._unregistered(name))]
+        return [*await self._unable(name, configuration, now), *([] if found else self._unregistered(name))]
 
     @property
     def places_differ(self) -> bool:

@@ -123,25 +123,25 @@ class Schedules:
         who = audit.author(by)
         id_ = checked_text("schedule_id", checked_key(schedule_id), most=_LONGEST_ID_BYTES)
         while True:
-            known = await schedules.read(self._store, id_)
-            declaration, stay = self._changed(id_, known, given)
+            stored = await schedules.read(self._store, id_)
+            declaration, stay = self._changed(id_, stored, given)
             with contextlib.suppress(ChangedMeanwhile):  # what is not given stays as it is then
-                return await self.store(declaration, by=who, stay=stay, as_seen=known or {})
+                return await self.store(declaration, by=who, stay=stay, as_seen=stored or {})
 
     def _changed(
-        self, id_: str, known: Document | None, given: Mapping[str, Any]
+        self, id_: str, stored: Document | None, given: Mapping[str, Any]
     ) -> tuple[Declaration, Document | None]:
         """Return a schedule with the given fields changed, and its stored params if they stay as they are."""
         fields, settings, stay = dict(_DEFAULTS), Document(), None
-        if known is not None:
-            fields |= {name: known[name] for name in ("name", *fields)}
-            settings |= known["settings"]
+        if stored is not None:
+            fields |= {name: stored[name] for name in ("name", *fields)}
+            settings |= stored["settings"]
             if "params" not in given:
-                if given.get("name", known["name"]) == known["name"]:
-                    stay = known["params"]
+                if given.get("name", stored["name"]) == stored["name"]:
+                    stay = stored["params"]
                 else:
-                    sealed_for = _id_of(known["name"], id_)
-                    fields["params"] = self._connection.payloads.decrypted_params(sealed_for, known["params"])
+                    sealed_for = _id_of(stored["name"], id_)
+                    fields["params"] = self._connection.payloads.decrypted_params(sealed_for, stored["params"])
         if given.get("cron") is not None or given.get("interval_ms") is not None:
             fields |= {"cron": None, "interval_ms": None}  # it runs by one of them
         fields |= {name: value for name, value in given.items() if name == "name" or name in fields}
@@ -199,8 +199,8 @@ class Schedules:
         id_ = _id_of(declaration.name, declaration.schedule_id)
         payloads = self._connection.payloads
         if payloads.codec_of(declaration.name) is not None:
-            known = await schedules.read(self._store, declaration.schedule_id) or {}
-            there: Document = known.get("params", {})
+            stored = await schedules.read(self._store, declaration.schedule_id) or {}
+            there: Document = stored.get("params", {})
             with contextlib.suppress(CannotDecrypt):
                 if payloads.decrypted_params(id_, there) == params:
                     return there
@@ -229,12 +229,12 @@ class Schedules:
             if (value := getattr(configuration.option, name)) is not None
         }
         configuration = configuration.changed(**kept)
-        known = definition or await self._publisher.registered(name)
-        if known.broadcast:
+        task = definition or await self._publisher.registered(name)
+        if task.broadcast:
             configuration = await self._publisher.addressed(name, configuration)
-        configuration, size_of_fields = self._publisher.final_configuration(known, configuration)
+        configuration, size_of_fields = self._publisher.final_configuration(task, configuration)
         size = checked_size(name, params) + size_of_fields
-        return self._publisher.new_publication(known, checked_key(key), params, configuration, size)
+        return self._publisher.new_publication(task, checked_key(key), params, configuration, size)
 
     async def all(self) -> list[ScheduleInfo]:
         """Return all schedules, the next to tick first."""

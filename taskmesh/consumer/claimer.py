@@ -158,7 +158,7 @@ class Claimer:
                     self._send(self._claim_limited(queue, limited, narrowed_by), limited)
             if candidates:
                 self._send(
-                    self._claim_set(candidates, self._narrowed_to_served_queues(candidates, narrowed_by)), candidates
+                    self._claim_set(candidates, self._narrowed_to_their_queues(candidates, narrowed_by)), candidates
                 )
         self._candidates.want_more()
         due = self._candidates.next_due(now)
@@ -166,13 +166,13 @@ class Claimer:
             return None
         return max(0.0, due - time.monotonic())
 
-    def _narrowed_to_served_queues(
+    def _narrowed_to_their_queues(
         self, candidates: Sequence[Candidate], narrowed_by: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Return the filter of a claim that needs no room under a limit.
+        """Return the filter of a claim that needs no room under a limit: only tasks in the queues of these candidates.
 
-        A task that has been moved since it was found may need room in its new queue, or be in a queue that this worker does not
-        serve.
+        A task that was moved since it was found may need room in its new queue, or be in a queue that this worker does not
+        serve. If no queue has limits and this worker serves all, any queue will do.
         """
         if not self._limits.queues and self._settings.queues is None:
             return narrowed_by

@@ -152,12 +152,12 @@ class Executor:
             self._worker_id,
             claim_sent,
             self._clock,
-            runner=self,
-            reports=self._reporter,
+            executor=self,
+            reporter=self._reporter,
             publisher=self._publisher,
-            blocks=self._transactions,
+            transactions=self._transactions,
             journals=self._journals,
-            waited=self._dependency_results,
+            dependency_results=self._dependency_results,
         )
         loop = self._definitions[execution.name].loop
         if loop is not None and execution.key == loop.key(self._worker_id, self._labels):

@@ -80,7 +80,7 @@ _FIRST_RUN: Document = {"task_state.worker_states": {"$size": 1}, "task_state.st
 """Matches tasks without failures (which have logs) and without records. For other tasks, fields are picked."""
 _RUNNING_ID = "task_state.worker_states.running_id"
 _PUT_OFF_BY = ("start_time", "resume_time", "suspended_until")
-_KNOWN_OF_UNTRIED = {
+_HANDLED_BY_SHORT_CLAIM = {
     # Checked by `_untried`.
     "status",
     "task_state.worker_states",
@@ -241,7 +241,7 @@ def _untried(now: rules.Expression) -> Document:
         "task_state.worker_states": {"$size": 0},
         "task_state.timeout_cnt": 0,
         # Whatever else the rule reads.
-        **plain.without_others(claim_pipeline(now), _KNOWN_OF_UNTRIED),
+        **plain.without_others(claim_pipeline(now), _HANDLED_BY_SHORT_CLAIM),
         "$expr": {"$lte": [{"$max": [f"$task_state.{name}" for name in _PUT_OFF_BY]}, now]},
     }
 

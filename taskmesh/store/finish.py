@@ -39,7 +39,7 @@ KEPT_STAGES = 100
 _ANNOUNCED_AS: dict[Kind, str] = {"conflicted": "snoozed", "looped": "succeeded"}
 _STATE_OF: dict[Kind, str] = {"succeeded": "SUCCESS", "failed": "FAIL", "stopped": "FAIL"}
 _WAITED_FOR = {"task_state.parent", "task_state.dependents"}
-KNOWN_OF_SINGLE = _WAITED_FOR | {
+HANDLED_BY_SHORT_SUCCESS = _WAITED_FOR | {
     # Checked by `_single`.
     "status",
     "task_option.concurrent_worker_cnt",
@@ -217,12 +217,12 @@ def _single(now: rules.Expression, alone: bool) -> Document:
     `_finish_plain` checks that the entry is RUNNING.
     """
     whole = [*_ended([Outcome("", "", "succeeded")], now), *rules.derivation(now)]
-    known = KNOWN_OF_SINGLE - _WAITED_FOR if alone else KNOWN_OF_SINGLE
+    handled = HANDLED_BY_SHORT_SUCCESS - _WAITED_FOR if alone else HANDLED_BY_SHORT_SUCCESS
     return {
         **plain.ALONE,
         "task_state.worker_states": {"$size": 1},
         # Whatever else the rule reads.
-        **plain.without_others(whole, known),
+        **plain.without_others(whole, handled),
         "$expr": {"$gt": [{"$arrayElemAt": [f"{rules.ENTRIES}.ping_expire_time", 0]}, now]},
     }
 

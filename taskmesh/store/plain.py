@@ -14,12 +14,15 @@ from taskmesh.store import rules
 from taskmesh.store.driver import Document
 
 ALONE: Document = {"task_option.concurrent_worker_cnt": 1}
-"""The condition of both short forms: the task is for one worker at a time."""
+"""The condition of every short form: the task is for one worker at a time."""
 
 
-def without_others(whole: rules.Expression, known: Collection[str]) -> Document:
-    """Return the condition that a task has none of the fields that `whole` reads, except for those that are `known`."""
-    return dict.fromkeys(sorted(set(_fields_read(whole)).difference(known)))
+def without_others(whole: rules.Expression, handled: Collection[str]) -> Document:
+    """Return the condition that a task has none of the fields that `whole` reads, except for those in `handled`.
+
+    These the short form checks, or writes as the whole form would.
+    """
+    return dict.fromkeys(sorted(set(_fields_read(whole)).difference(handled)))
 
 
 def _fields_read(expression: rules.Expression) -> Iterator[str]:

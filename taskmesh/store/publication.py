@@ -11,6 +11,7 @@ from bson import ObjectId
 
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.labels import words
+from taskmesh.model.task import joined
 from taskmesh.store import sequences
 from taskmesh.store.apart import Apart
 from taskmesh.store.driver import Document
@@ -58,7 +59,7 @@ class Publication:
     @property
     def id(self) -> str:
         """The `_id` of the task."""
-        return f"{self.name}:{self.key}"
+        return joined(self.name, self.key)
 
     @property
     def marks(self) -> Document:

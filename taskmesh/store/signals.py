@@ -14,7 +14,7 @@ from pymongo.errors import OperationFailure
 from taskmesh.store import plain, rules
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
-from taskmesh.store.finish import KNOWN_OF_SINGLE
+from taskmesh.store.finish import HANDLED_BY_SHORT_SUCCESS
 from taskmesh.store.prepared import prepared
 from taskmesh.store.server_errors import DOCUMENT_TOO_LARGE, patiently
 from taskmesh.store.store import Store
@@ -109,12 +109,12 @@ def _waiting(now: rules.Expression) -> Document:
         "task_state.worker_states": {"$size": 0},
         "task_state.steps_bytes": {"$gte": 0},
         # Whatever else the rule reads.
-        **plain.without_others(_signalled(now), _KNOWN_OF_WAITING),
+        **plain.without_others(_signalled(now), _HANDLED_BY_SHORT_SIGNAL),
         "$expr": {"$gt": ["$task_state.suspended_until", now]},
     }
 
 
-_KNOWN_OF_WAITING = KNOWN_OF_SINGLE.union(
+_HANDLED_BY_SHORT_SIGNAL = HANDLED_BY_SHORT_SUCCESS.union(
     {"task_option.concurrent_worker_cnt"},
     (f"task_state.{name}" for name in ("has_children", "steps", "signals", "signals_bytes")),
     (f"task_state.{name}" for name in ("suspended_until", "suspended_for")),

@@ -29,7 +29,7 @@ from taskmesh.store import plain, rules
 from taskmesh.store.driver import CODEC, Document, find_and_update
 from taskmesh.store.event_stamp import stamp, stamped
 from taskmesh.store.finish import (
-    KNOWN_OF_SINGLE,
+    HANDLED_BY_SHORT_SUCCESS,
     Outcome,
     asked_for,
     at_work,
@@ -120,11 +120,11 @@ def _undisturbed(now: rules.Expression) -> Document:
     return {
         "task_state.worker_states": {"$size": 1},
         # Whatever else the rule reads.
-        **plain.without_others(rules.derivation(now), _KNOWN_OF_RUNNING),
+        **plain.without_others(rules.derivation(now), _HANDLED_BY_SHORT_RECORD),
     }
 
 
-_KNOWN_OF_RUNNING = KNOWN_OF_SINGLE.union(
+_HANDLED_BY_SHORT_RECORD = HANDLED_BY_SHORT_SUCCESS.union(
     # A record does not change what follows from these. `expire_time` is not known: it ends with the first record.
     {"task_option.concurrent_worker_cnt", "task_state.has_children", "task_state.flow", "task_state.suspended_until"}
 ).difference({"task_state.expire_time"})

@@ -12,7 +12,7 @@ from taskmesh.model.durations import duration
 from taskmesh.model.queue import QueueInfo
 from taskmesh.model.schedule import ScheduleInfo
 from taskmesh.model.worker import WorkerInfo, known_names
-from taskmesh.web.views import number, query
+from taskmesh.web.templating import number, query
 
 _LONG_WAIT_MS = 60_000
 

@@ -34,7 +34,7 @@ from taskmesh.web.live_view import Pulse
 from taskmesh.web.param_fields import param_fields
 from taskmesh.web.rendering import as_page, error_page, rendered
 from taskmesh.web.security import prefix_of
-from taskmesh.web.views import STATIC, copied, copied_settings, failures_of, option_rows, query, whys_of
+from taskmesh.web.templating import STATIC, copied, copied_settings, failures_of, option_rows, query, whys_of
 
 _COUNT_AT_MOST = 10_000
 _COUNT_WITHIN_MS = 120

@@ -17,7 +17,7 @@ from taskmesh.model.task import Status
 from taskmesh.web import api
 from taskmesh.web.connection import ANSWERS_WITHIN_S, Connection, DatabaseUnavailable, mesh_of
 from taskmesh.web.security import Rules, prefix_of
-from taskmesh.web.views import environment
+from taskmesh.web.templating import environment
 
 _SHOWN_WITHIN_S = 15.0
 _FLASH = "taskmesh_told"

@@ -64,7 +64,9 @@ async def test_many_who_ask_at_once_whether_anybody_lives_read_the_registry_toge
     client: AsyncMongoClient[dict[str, Any]] = AsyncMongoClient(mongo_uri, event_listeners=[commands], tz_aware=True)
     async with client, TaskMesh(client, database=database) as mesh:
         before = commands.by_name["aggregate"]
-        asked = (mesh.connection.registry.warnings("job", Configuration(), mesh.clock.now()) for _ in range(200))
+        asked = (
+            mesh.connection.registry.warnings("job", Configuration(), mesh.clock.now(), found=True) for _ in range(200)
+        )
         answers = await asyncio.gather(*asked)
         assert commands.by_name["aggregate"] - before <= 4
     assert all("no worker is alive" in warnings[0] for warnings in answers)

@@ -318,7 +318,7 @@ class Journal:
 
     async def results(self, handles: Sequence[Started], *, return_errors: bool) -> list[Any]:
         """See `TaskContext.results`."""
-        ids = [f"{handle.name}:{handle.key}" for handle in handles]
+        ids = [task_id(handle.name, handle.key) for handle in handles]
         entry = self.entry("join", _name_of_join(ids))
         try:
             record = await self.look_up(entry)

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from taskmesh.client.publisher import Publishable, Publisher
 from taskmesh.client.returns import PLAIN, Returns
+from taskmesh.consumer.run.dependency_results import DependencyResults
 from taskmesh.consumer.run.recording import Ledger, Recorder
 from taskmesh.consumer.run.report import Report, checked_progress, line_of
 from taskmesh.consumer.run.run_time import UNLIMITED, RunTime
@@ -37,45 +38,11 @@ _lock = threading.Lock()
 """Protects what threads share with the loop (logs, publications, the decision to stop). It is held briefly, so one is enough."""
 
 
-class Reports(Protocol):
-    """What writes progress and logs: the reporter."""
-
-    def add(self, execution: Execution) -> None:
-        """Write what this execution has to report soon. Callable from any thread."""
+# The parts of a worker that an execution calls, each by the name of its class, which imports this file.
 
 
-class Blocks(Protocol):
-    """What opens blocks that commit together with the SUCCESS: the transactions."""
-
-    # ruff: noqa: D102 — documented at `TaskContext` and `BlockingTaskContext`
-
-    def in_loop(self, execution: Execution) -> AbstractAsyncContextManager[Any]: ...
-    def in_thread(self, execution: Execution) -> AbstractContextManager[Any]: ...
-    def again_in_loop(self, execution: Execution, fn: Callable[[Any], Any]) -> Awaitable[Any]: ...
-    def again_in_thread(self, execution: Execution, fn: Callable[[Any], Any]) -> Any: ...
-
-
-class Journals(Protocol):
-    """What keeps the records of executions."""
-
-    # ruff: noqa: D102 — see `journal.Journals`
-
-    def open(self, execution: Execution) -> Recorder: ...
-    def in_thread(self, execution: Execution) -> Ledger: ...
-    def done_in_loop(self, doing_it: Coroutine[Any, Any, T]) -> T: ...
-
-
-class Waited(Protocol):
-    """What reads the results of a task's dependencies."""
-
-    # ruff: noqa: D102 — documented at `DependencyResults`
-
-    async def of(self, id_: str) -> dict[tuple[str, str], Any]: ...
-    def in_thread(self, id_: str, *, plain: bool = False) -> dict[tuple[str, str], Any]: ...
-
-
-class Runner(Protocol):
-    """What runs the handler: the executor."""
+class Executor(Protocol):
+    """What runs the handler (`consumer/executor.py`)."""
 
     @property
     def state(self) -> Any:
@@ -94,8 +61,36 @@ class Runner(Protocol):
         """Start counting its run time: a child process is about to run the handler. Callable from any thread."""
 
 
-class Elsewhere(Protocol):
-    """The child process that runs the handler."""
+class Reporter(Protocol):
+    """What writes progress and logs (`reporter.py`)."""
+
+    def add(self, execution: Execution) -> None:
+        """Write what this execution has to report soon. Callable from any thread."""
+
+
+class Transactions(Protocol):
+    """What opens blocks that commit together with the SUCCESS (`consumer/durable/transactions.py`)."""
+
+    # ruff: noqa: D102 — documented at `TaskContext` and `BlockingTaskContext`
+
+    def in_loop(self, execution: Execution) -> AbstractAsyncContextManager[Any]: ...
+    def in_thread(self, execution: Execution) -> AbstractContextManager[Any]: ...
+    def again_in_loop(self, execution: Execution, fn: Callable[[Any], Any]) -> Awaitable[Any]: ...
+    def again_in_thread(self, execution: Execution, fn: Callable[[Any], Any]) -> Any: ...
+
+
+class Journals(Protocol):
+    """What keeps the records of executions (`consumer/durable/journal.py`)."""
+
+    # ruff: noqa: D102 — documented there
+
+    def open(self, execution: Execution) -> Recorder: ...
+    def in_thread(self, execution: Execution) -> Ledger: ...
+    def done_in_loop(self, doing_it: Coroutine[Any, Any, T]) -> T: ...
+
+
+class Conversation(Protocol):
+    """The conversation with the child process that runs the handler (`consumer/subprocess/conversation.py`)."""
 
     def lease_changed(self) -> None:
         """Tell it the new end of the lease. Callable from any thread."""
@@ -111,8 +106,8 @@ class Execution:
     execution does not need is an attribute of the class.
     """
 
-    elsewhere: Elsewhere | None = None
-    """The child process in which it runs at the moment."""
+    conversation: Conversation | None = None
+    """That with the child process in which it runs at the moment."""
     left = False
     """Whether its handler has really ended, after the execution was stopped from outside."""
     secrets: tuple[str, ...] = ()
@@ -177,12 +172,12 @@ class Execution:
         claim_sent: float,
         clock: ServerClock,
         *,
-        runner: Runner,
-        reports: Reports,
+        executor: Executor,
+        reporter: Reporter,
         publisher: Publisher,
-        blocks: Blocks,
+        transactions: Transactions,
         journals: Journals,
-        waited: Waited,
+        dependency_results: DependencyResults,
     ) -> None:
         self.id: str = document["_id"]
         self.name: str = document["name"]
@@ -194,12 +189,12 @@ class Execution:
         self.stored_option: Document = document["task_option"]
         self.started = time.monotonic()
         self._clock = clock
-        self._runner = runner
-        self._reports = reports
+        self._executor = executor
+        self._reporter = reporter
         self.publisher = publisher
-        self._blocks = blocks
+        self._transactions = transactions
         self._journals = journals
-        self._waited = waited
+        self._dependency_results = dependency_results
         self.renewed(claim_sent)
         if (limit_ms := self.stored_option.get("run_timeout_ms")) is not None:
             self.run_time = RunTime(limit_ms)
@@ -255,8 +250,8 @@ class Execution:
     def leased(self, sent: float, seconds: float) -> None:
         """Trust the lease for so many seconds from when it was requested, less a margin."""
         self.lease_until = sent + seconds - min(seconds * _MARGIN_SHARE, _LARGEST_MARGIN_S)
-        if (elsewhere := self.elsewhere) is not None:  # read once: other threads set it
-            elsewhere.lease_changed()
+        if (conversation := self.conversation) is not None:  # read once: other threads set it
+            conversation.lease_changed()
 
     def ping_again(self, now: float) -> None:
         """Plan the next try after a failed ping."""
@@ -301,20 +296,20 @@ class Execution:
 
     async def dependencies(self) -> dict[tuple[str, str], Any]:
         """See `TaskContext.dependencies`."""
-        return await self._waited.of(self.id)
+        return await self._dependency_results.of(self.id)
 
     def blocking_dependencies(self) -> dict[tuple[str, str], Any]:
         """See `BlockingTaskContext.dependencies`."""
-        return self._waited.in_thread(self.id)
+        return self._dependency_results.in_thread(self.id)
 
     def dependencies_for_a_child(self) -> dict[tuple[str, str], Any]:
         """Return the results in plain values: a child process may not know the types."""
-        return self._waited.in_thread(self.id, plain=True)
+        return self._dependency_results.in_thread(self.id, plain=True)
 
     @property
     def state(self) -> Any:
         """What `@mesh.lifespan` has yielded in this process."""
-        return self._runner.state
+        return self._executor.state
 
     @property
     def leaving(self) -> bool:
@@ -335,16 +330,16 @@ class Execution:
     def tell_lease_is_over(self) -> None:
         """Decide that its lease is over. Callable from any thread."""
         if self.tell_to_stop(Stop.LEASE_LOST):
-            self._runner.obey_soon(self)
+            self._executor.obey_soon(self)
 
     def stop(self, reason: Stop) -> None:
         """Make it stop: its handler is cancelled. The first reason counts. Call it in the event loop."""
         if self.tell_to_stop(reason):
-            self._runner.obey(self)
+            self._executor.obey(self)
 
-    def begins_elsewhere(self) -> None:
+    def begins_in_child(self) -> None:
         """Note that a child process is about to run the handler. Callable from any thread."""
-        self._runner.begins_soon(self)
+        self._executor.begins_soon(self)
 
     def cut_hook_short(self) -> None:
         """Stop waiting for the hook `after`: the worker ends, and the outcome has to be recorded."""
@@ -395,7 +390,7 @@ class Execution:
         with _lock:
             self.suspended_for = wait
         self.run_time.stand_still()
-        self._runner.unwind(self)
+        self._executor.unwind(self)
 
     def check_goes_on(self) -> None:
         """Raise `TaskSuspended` if it is suspended, or `LeaseLost` if what it writes no longer counts."""
@@ -486,25 +481,25 @@ class Execution:
         """Open a block that commits together with the SUCCESS."""
         self._check_alone("transactions")
         self.check_goes_on()
-        return self._blocks.in_loop(self)
+        return self._transactions.in_loop(self)
 
     def blocking_transaction(self) -> AbstractContextManager[Any]:
         """Open such a block from a thread."""
         self._check_alone("transactions")
         self.check_goes_on()
-        return self._blocks.in_thread(self)
+        return self._transactions.in_thread(self)
 
     def in_transaction(self, fn: Callable[[Any], Awaitable[Any]]) -> Awaitable[Any]:
         """Call `fn` in such a block, and again after each conflict."""
         self._check_alone("transactions")
         self.check_goes_on()
-        return self._blocks.again_in_loop(self, fn)
+        return self._transactions.again_in_loop(self, fn)
 
     def blocking_in_transaction(self, fn: Callable[[Any], Any]) -> Any:
         """Call `fn` in such a block from a thread, and again after each conflict."""
         self._check_alone("transactions")
         self.check_goes_on()
-        return self._blocks.again_in_thread(self, fn)
+        return self._transactions.again_in_thread(self, fn)
 
     @property
     def conflicts(self) -> int:
@@ -540,7 +535,7 @@ class Execution:
 
     def _report_soon(self) -> None:
         if not self.writes_held_back:
-            self._reports.add(self)
+            self._reporter.add(self)
 
     def write_again(self) -> None:
         """Ping at once after a failed `transaction()`, and report what was held back."""

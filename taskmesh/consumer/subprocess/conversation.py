@@ -110,7 +110,7 @@ class Conversation:
                 if self._killed:
                     child.kill()
             try:
-                self._execution.elsewhere = self
+                self._execution.conversation = self
                 self.lease_changed()
                 child.connection.send(call)
                 outcome = self._listen(child)
@@ -125,7 +125,7 @@ class Conversation:
                 text = f"the handler's process was killed, since it sent an invalid message: {reason_of(error).text}"
                 return _raising(ProcessDied(text))
             finally:
-                self._execution.elsewhere = None
+                self._execution.conversation = None
             self._release(child)
             return outcome
         return _raising(ProcessDied("the handler's process could not be started: idle ones died one after the other"))
@@ -200,7 +200,7 @@ class Conversation:
                 return self._outcome(kind, *said)
             if kind == "begins":
                 self._begun = True
-                self._execution.begins_elsewhere()
+                self._execution.begins_in_child()
                 continue
             if kind == "log":
                 self._execution.log(*said)
