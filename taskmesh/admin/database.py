@@ -6,8 +6,8 @@ from datetime import datetime
 
 from taskmesh.client.connection import Connection
 from taskmesh.store import registry
+from taskmesh.store.mongodb.server_errors import is_passing
 from taskmesh.store.reach import said_by
-from taskmesh.store.server_errors import is_passing
 
 __all__ = ["is_passing", "said_by", "server_time"]
 

@@ -24,9 +24,10 @@ from taskmesh.model.ids import shown
 from taskmesh.model.queue import QueueInfo
 from taskmesh.model.read_only import ReadOnly
 from taskmesh.model.worker import WorkerInfo, able_workers, known_names
-from taskmesh.store import Store, data_changes, reach, schedules, schema
+from taskmesh.store import Store, reach, schema
 from taskmesh.store.find import UNFINISHED
 from taskmesh.store.registry import loop_names
+from taskmesh.store.triggers import data_changes, schedules
 
 Level = Literal["ok", "note", "warning", "error"]
 

@@ -16,11 +16,11 @@ from taskmesh.model.read_only import ReadOnly
 from taskmesh.model.task import SuspendedFor, why_no_task
 from taskmesh.model.worker import Claimant, WorkerInfo, read_workers
 from taskmesh.store import Store, registry
-from taskmesh.store.dependencies import open_edges
-from taskmesh.store.driver import Document
 from taskmesh.store.find import get
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.relations.dependencies import open_edges
+from taskmesh.store.relations.sequences import head_of
 from taskmesh.store.rules import NEVER
-from taskmesh.store.sequences import head_of
 
 NO_WORKER = "(any worker)"
 """Represents a worker while none is live."""

@@ -25,9 +25,10 @@ from taskmesh.model.queue import (
 )
 from taskmesh.model.task import Status
 from taskmesh.model.times import checked_time
-from taskmesh.store import Store, audit, failure_pauses, limits, registry
-from taskmesh.store.driver import Document
+from taskmesh.store import Store, audit, registry
 from taskmesh.store.find import queues_in_use
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.queues import failure_pauses, limits
 
 _LARGEST = 1_000_000
 _DEFAULT_WINDOW_MS = 1_000

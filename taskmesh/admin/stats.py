@@ -9,7 +9,7 @@ from taskmesh.admin.store import task_counts
 from taskmesh.model.read_only import ReadOnly
 from taskmesh.model.task import Standing
 from taskmesh.store import Store, registry
-from taskmesh.store.driver import Document
+from taskmesh.store.mongodb.driver import Document
 
 _LOOKED_AT = 10_000
 """Up to this many tasks that wait for a time are read, to distinguish scheduled from retrying ones."""

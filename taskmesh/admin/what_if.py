@@ -22,8 +22,9 @@ from taskmesh.model.queue import QueueInfo, QueueLimits, checked_queue
 from taskmesh.model.read_only import ReadOnly
 from taskmesh.model.recurrence import checked_timing
 from taskmesh.model.task import Status, checked_key, task_id
-from taskmesh.store import Store, schedules
-from taskmesh.store.limits import WINDOWS
+from taskmesh.store import Store
+from taskmesh.store.queues.limits import WINDOWS
+from taskmesh.store.triggers import schedules
 
 _COUNTED_TO = 10_000
 

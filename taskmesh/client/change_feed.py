@@ -19,9 +19,9 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.store import Store
 from taskmesh.store.change_stream import Change, Interest, change_from, is_behind, open_stream
-from taskmesh.store.driver import Document, next_event
-from taskmesh.store.server_errors import is_history_lost, offers_no_stream
-from taskmesh.store.uncut import CLOSE_DEADLINE_S, ended_in_time
+from taskmesh.store.mongodb.driver import Document, next_event
+from taskmesh.store.mongodb.server_errors import is_history_lost, offers_no_stream
+from taskmesh.store.mongodb.uncut import CLOSE_DEADLINE_S, ended_in_time
 
 logger = logging.getLogger("taskmesh.feed")
 

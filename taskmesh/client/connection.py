@@ -22,10 +22,10 @@ from taskmesh.model.errors import TaskMeshError
 from taskmesh.model.task import checked_key, checked_name, why_no_task
 from taskmesh.store import Store, apart, malformed, reach, registry, schema
 from taskmesh.store.clock import ServerClock
-from taskmesh.store.driver import Document
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.numbers import Numbers
 from taskmesh.store.payloads import Payloads
-from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
 
 logger = logging.getLogger("taskmesh.connection")
 

@@ -2,8 +2,8 @@
 
 A singleton reads the stream (see `mesh.singleton`): one reader in the fleet at a time, since each open stream costs the server
 work at every write. That saves work, and is not the guarantee: two may read for a moment, as when one was suspended and wakes
-up. What makes it exactly one task is in `store/data_changes.py`: the transaction that publishes a set of events advances the
-position in the stream. See docs/decisions/0018-on-data-change.md.
+up. What makes it exactly one task is in `store/triggers/data_changes.py`: the transaction that publishes a set of events
+advances the position in the stream. See docs/decisions/0018-on-data-change.md.
 
 If the process dies, nothing is half done; the next reader starts at the position.
 """
@@ -25,11 +25,11 @@ from taskmesh.client.params import checked_size
 from taskmesh.model.data_change import Watched
 from taskmesh.model.errors import InvalidOption, InvalidParams, TaskMeshError, TaskTooLarge
 from taskmesh.model.option import TaskOption
-from taskmesh.store import data_changes
-from taskmesh.store.data_changes import Overtaken, Place
-from taskmesh.store.driver import Document
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import is_event_too_large, is_history_lost, is_passing, patiently
 from taskmesh.store.publication import Publication
-from taskmesh.store.server_errors import is_event_too_large, is_history_lost, is_passing, patiently
+from taskmesh.store.triggers import data_changes
+from taskmesh.store.triggers.data_changes import Overtaken, Place
 from taskmesh.store.values import Unstorable, size_of
 
 logger = logging.getLogger("taskmesh.changes")

@@ -22,8 +22,8 @@ from taskmesh.model.errors import InvalidOption
 from taskmesh.model.event import EventKind, TaskEvent
 from taskmesh.store import Store
 from taskmesh.store.change_stream import FINISHED, Change, Interest, change_from, open_stream
-from taskmesh.store.event_stamp import read_stamp
-from taskmesh.store.server_errors import is_about_us, is_history_lost, is_passing
+from taskmesh.store.mongodb.server_errors import is_about_us, is_history_lost, is_passing
+from taskmesh.store.pipeline.event_stamp import read_stamp
 
 DEFAULT_BUFFER = 10_000
 _CATCHING_UP_AWAIT_MS = 50

@@ -21,9 +21,10 @@ from taskmesh.model.errors import InvalidOption, TaskFinished, TaskNotFound, Tas
 from taskmesh.model.flow import FlowStatus, FlowTask, TaskName
 from taskmesh.model.task import Status, checked_key, checked_name, task_id
 from taskmesh.model.times import checked_timeout
-from taskmesh.store import Store, apart, dependencies, flows
+from taskmesh.store import Store, apart, flows
+from taskmesh.store.mongodb.server_errors import patiently
 from taskmesh.store.publication import Publication, line_of
-from taskmesh.store.server_errors import patiently
+from taskmesh.store.relations import dependencies
 
 R = TypeVar("R")
 _UNFINISHED = (Status.INIT, Status.RUNNING)

@@ -30,15 +30,16 @@ from taskmesh.model.labels import words
 from taskmesh.model.option import MOST_WORKERS
 from taskmesh.model.task import Task, checked_key, checked_name, joined, task_id
 from taskmesh.model.worker import able_workers
-from taskmesh.store import Store, apart, dependencies, find
+from taskmesh.store import Store, apart, find
 from taskmesh.store.apart import Apart
 from taskmesh.store.audit import author
 from taskmesh.store.blocking import is_blocking, publish_in_any_session
-from taskmesh.store.driver import Document, twin_of
+from taskmesh.store.mongodb.driver import Document, twin_of
+from taskmesh.store.mongodb.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.payloads import Payloads
 from taskmesh.store.publication import Publication, PublishId
 from taskmesh.store.publish import Published, publish
-from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
+from taskmesh.store.relations import dependencies
 from taskmesh.store.values import MAX_BYTES, new_id
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from taskmesh.model.errors import InvalidParams
 from taskmesh.model.labels import from_words
 from taskmesh.model.loop import check_published
 from taskmesh.model.option import TaskOption
-from taskmesh.store.driver import Document
+from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.payloads import marked_secret
 from taskmesh.store.values import MAX_BYTES, storable
 

@@ -15,8 +15,8 @@ from taskmesh.model.labels import words
 from taskmesh.model.queue import QueueLimits
 from taskmesh.model.worker import WorkerInfo, able_workers, known_names, read_workers
 from taskmesh.store import Store, registry
-from taskmesh.store.driver import Document
-from taskmesh.store.server_errors import is_passing, patiently
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import is_passing, patiently
 
 _TRUSTED_S = 2.0
 _ASKED_AGAIN_S = 0.25

@@ -17,9 +17,9 @@ from taskmesh.model.errors import IncompatibleCollection, TaskNotFound
 from taskmesh.model.task import Status, Task
 from taskmesh.store import Store
 from taskmesh.store.change_stream import FINISHED, Change, Interest
-from taskmesh.store.driver import Document
-from taskmesh.store.event_stamp import read_stamp
 from taskmesh.store.find import get
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.pipeline.event_stamp import read_stamp
 
 logger = logging.getLogger("taskmesh.results")
 

@@ -27,10 +27,11 @@ from taskmesh.model.schedule import (
     timing_of,
 )
 from taskmesh.model.task import checked_key, checked_name
-from taskmesh.store import Store, audit, schedules
-from taskmesh.store.driver import Document
+from taskmesh.store import Store, audit
+from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.publication import Publication
-from taskmesh.store.schedules import ChangedMeanwhile
+from taskmesh.store.triggers import schedules
+from taskmesh.store.triggers.schedules import ChangedMeanwhile
 
 logger = logging.getLogger("taskmesh.scheduling")
 _LONGEST_ID_BYTES = 400

@@ -25,7 +25,7 @@ from taskmesh.model.option import OptionFields
 from taskmesh.model.task import Task, task_id
 from taskmesh.model.times import checked_timeout
 from taskmesh.store import Store, audit, control, find, signals
-from taskmesh.store.driver import Document
+from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.payloads import references
 from taskmesh.store.values import encoded, new_id
 

@@ -31,8 +31,8 @@ from taskmesh.consumer.timing import until
 from taskmesh.consumer.write_times import WriteTimes
 from taskmesh.store import Store
 from taskmesh.store.claim import claim, claim_one, fields_of_claimed, won
-from taskmesh.store.driver import Document
-from taskmesh.store.server_errors import is_over_deadline, is_passing, is_unconfirmed
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import is_over_deadline, is_passing, is_unconfirmed
 
 logger = logging.getLogger("taskmesh.claimer")
 

@@ -62,9 +62,9 @@ from taskmesh.consumer.settings import Settings
 from taskmesh.model.errors import LeaseLost, TaskFailed, TaskMeshError
 from taskmesh.model.stage import Next
 from taskmesh.store.clock import ServerClock
-from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
-from taskmesh.store.first_step import FirstSteps
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.first_step import FirstSteps
 
 if TYPE_CHECKING:
     from taskmesh.consumer.subprocess.processes import Processes

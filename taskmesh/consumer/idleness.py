@@ -25,8 +25,8 @@ from taskmesh.consumer.run.finisher import Finisher
 from taskmesh.consumer.scanner import Scanner
 from taskmesh.consumer.settings import Settings
 from taskmesh.store import Store
-from taskmesh.store.dependencies import any_marks
 from taskmesh.store.find import unfinished_left
+from taskmesh.store.relations.dependencies import any_marks
 
 logger = logging.getLogger("taskmesh.consumer")
 

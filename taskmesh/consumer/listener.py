@@ -31,9 +31,9 @@ from taskmesh.consumer.timing import until
 from taskmesh.store import Store, schema
 from taskmesh.store.change_stream import STOPPING, Change, Interest
 from taskmesh.store.clock import ServerClock
-from taskmesh.store.driver import Document
-from taskmesh.store.event_stamp import read_stamp
 from taskmesh.store.find import get, look_up, number_of
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.pipeline.event_stamp import read_stamp
 from taskmesh.store.renew import held_of
 from taskmesh.store.rules import NEVER
 

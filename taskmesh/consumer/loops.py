@@ -27,12 +27,13 @@ from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until, varied
 from taskmesh.model.labels import HOST, words
 from taskmesh.model.loop import Loop
-from taskmesh.store import Store, loops
+from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.find import Claimable, look_up
 from taskmesh.store.publication import Publication
 from taskmesh.store.publish import publish
 from taskmesh.store.rules import NEVER
+from taskmesh.store.triggers import loops
 
 logger = logging.getLogger("taskmesh.loops")
 

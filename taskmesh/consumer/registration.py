@@ -25,9 +25,9 @@ from taskmesh.model.errors import InvalidOption, WorkerIdTaken
 from taskmesh.model.worker import WorkerInfo, read_workers
 from taskmesh.store import Store, registry
 from taskmesh.store.clock import ServerClock
-from taskmesh.store.driver import Document
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.uncut import CLOSE_DEADLINE_S
 from taskmesh.store.schema import INDEX_GENERATION
-from taskmesh.store.uncut import CLOSE_DEADLINE_S
 from taskmesh.store.values import cleaned
 
 logger = logging.getLogger("taskmesh.registration")

@@ -17,9 +17,10 @@ from taskmesh.consumer.timing import until, varied
 from taskmesh.model.errors import TaskMeshError
 from taskmesh.model.schedule import Attendance, key_of, ticks_to_publish
 from taskmesh.model.task import task_id
-from taskmesh.store import Store, schedules
-from taskmesh.store.driver import Document
+from taskmesh.store import Store
+from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.publication import Publication
+from taskmesh.store.triggers import schedules
 
 logger = logging.getLogger("taskmesh.ticker")
 

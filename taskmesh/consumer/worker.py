@@ -71,8 +71,8 @@ from taskmesh.model.errors import WorkerIdTaken
 from taskmesh.model.worker import checked_concurrency, checked_grace
 from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
+from taskmesh.store.mongodb.server_errors import patiently
 from taskmesh.store.registry import register_definitions
-from taskmesh.store.server_errors import patiently
 
 logger = logging.getLogger("taskmesh.consumer")
 

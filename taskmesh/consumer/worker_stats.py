@@ -13,7 +13,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from taskmesh.store.driver import Document
+from taskmesh.store.mongodb.driver import Document
 
 _BUCKET_S = 300.0
 _BUCKETS = 13

@@ -41,7 +41,7 @@ from taskmesh.model.errors import (
 from taskmesh.model.option import TaskOption
 from taskmesh.model.task import Status
 from taskmesh.model.times import checked_timeout
-from taskmesh.store.driver import twin_of
+from taskmesh.store.mongodb.driver import twin_of
 
 __all__ = ["AsyncResult", "Celery", "CeleryTask", "GroupResult", "chain", "chord", "group"]
 

@@ -30,7 +30,7 @@ from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import InvalidKey, InvalidOption, Snooze, TaskFailed, TaskNotFound
 from taskmesh.model.option import TaskOption
 from taskmesh.model.task import Status, Task
-from taskmesh.store.driver import twin_of
+from taskmesh.store.mongodb.driver import twin_of
 
 NAME = "django"
 """The taskmesh name of all tasks of Django."""

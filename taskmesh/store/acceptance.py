@@ -17,11 +17,11 @@ from bson.timestamp import Timestamp
 
 from taskmesh.model.task import Task
 from taskmesh.store import rules
-from taskmesh.store.by_id import in_parts
-from taskmesh.store.driver import CODEC, Document
-from taskmesh.store.event_stamp import stamp
+from taskmesh.store.mongodb.driver import CODEC, Document
 from taskmesh.store.numbers import NUMBERS_PER_MS, number_at
-from taskmesh.store.prepared import prepared
+from taskmesh.store.pipeline.by_id import in_parts
+from taskmesh.store.pipeline.event_stamp import stamp
+from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.publication import Publication, new_document
 from taskmesh.store.store import Store
 

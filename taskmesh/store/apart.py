@@ -15,7 +15,7 @@ from bson import ObjectId
 from bson.binary import Binary
 
 from taskmesh.store import rules
-from taskmesh.store.driver import Document
+from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.store import Store
 
 MAX_BYTES = 256_000_000

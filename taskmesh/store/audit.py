@@ -19,7 +19,7 @@ from bson import ObjectId
 from pymongo.errors import PyMongoError
 
 from taskmesh.model.ids import checked_remark
-from taskmesh.store.driver import Document
+from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.store import Store
 
 logger = logging.getLogger("taskmesh.audit")

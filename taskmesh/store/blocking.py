@@ -19,7 +19,7 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.model.errors import InvalidOption
 from taskmesh.store import rules
-from taskmesh.store.driver import CODEC, TRANSACTION, Document, checked, own_database
+from taskmesh.store.mongodb.driver import CODEC, TRANSACTION, Document, checked, own_database
 from taskmesh.store.publication import Publication
 from taskmesh.store.publish import Published, publish_in_session
 from taskmesh.store.store import Store

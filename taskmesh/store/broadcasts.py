@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from taskmesh.store import rules
 from taskmesh.store.control import option_stages
-from taskmesh.store.driver import Document
-from taskmesh.store.event_stamp import stamp
-from taskmesh.store.prepared import prepared
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.pipeline.event_stamp import stamp
+from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.store import Store
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from bson.timestamp import Timestamp
 
-from taskmesh.store.driver import Document
-from taskmesh.store.event_stamp import starting_with
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.pipeline.event_stamp import starting_with
 from taskmesh.store.store import Store
 
 HORIZON_MS = 2_000

@@ -13,12 +13,13 @@ from pymongo.errors import OperationFailure, WriteConcernError
 
 from taskmesh.model.task import Task
 from taskmesh.model.worker import Claimant
-from taskmesh.store import plain, rules
-from taskmesh.store.driver import CODEC, PLAIN_CODEC, Document, restored
-from taskmesh.store.event_stamp import stamp
+from taskmesh.store import rules
 from taskmesh.store.malformed import note_refusal
-from taskmesh.store.prepared import prepared
-from taskmesh.store.server_errors import is_unconfirmed
+from taskmesh.store.mongodb.driver import CODEC, PLAIN_CODEC, Document, restored
+from taskmesh.store.mongodb.server_errors import is_unconfirmed
+from taskmesh.store.pipeline import plain
+from taskmesh.store.pipeline.event_stamp import stamp
+from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.store import Store
 
 LOADED_WITH_CLAIM_BYTES = 256_000

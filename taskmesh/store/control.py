@@ -17,15 +17,17 @@ from bson import ObjectId
 from pymongo.errors import OperationFailure
 
 from taskmesh.model.errors import TaskNotFound
-from taskmesh.store import children, dependencies, repeated, rules
-from taskmesh.store.by_id import in_parts
-from taskmesh.store.driver import CODEC, Document
-from taskmesh.store.event_stamp import stamp
+from taskmesh.store import rules
 from taskmesh.store.finish import cancel_pipeline
 from taskmesh.store.malformed import STRANGE
-from taskmesh.store.prepared import prepared
-from taskmesh.store.restart import first_params_if, fresh_state, restarted_state
-from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
+from taskmesh.store.mongodb.driver import CODEC, Document
+from taskmesh.store.mongodb.server_errors import is_over_deadline, is_passing, patiently
+from taskmesh.store.pipeline import repeated
+from taskmesh.store.pipeline.by_id import in_parts
+from taskmesh.store.pipeline.event_stamp import stamp
+from taskmesh.store.pipeline.prepared import prepared
+from taskmesh.store.pipeline.restart import first_params_if, fresh_state, restarted_state
+from taskmesh.store.relations import children, dependencies
 from taskmesh.store.store import Store
 
 

@@ -19,12 +19,12 @@ from pymongo.read_concern import ReadConcern
 
 from taskmesh.model.worker import Claimant
 from taskmesh.store import rules
-from taskmesh.store.by_id import in_parts
-from taskmesh.store.driver import PLAIN_CODEC, Document, restored
 from taskmesh.store.malformed import WELL_FORMED, Strange, past_strangers
+from taskmesh.store.mongodb.driver import PLAIN_CODEC, Document, restored
+from taskmesh.store.mongodb.server_errors import Code, is_over_deadline
 from taskmesh.store.numbers import number_at
-from taskmesh.store.prepared import prepared
-from taskmesh.store.server_errors import Code, is_over_deadline
+from taskmesh.store.pipeline.by_id import in_parts
+from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.store import Store
 
 UNFINISHED = ("INIT", "RUNNING")

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
-from taskmesh.store import plain, rules
+from taskmesh.store import rules
 from taskmesh.store.apart import Apart
-from taskmesh.store.by_id import own_value
-from taskmesh.store.driver import Document
-from taskmesh.store.event_stamp import stamp
-from taskmesh.store.prepared import prepared
-from taskmesh.store.restart import OWN_PARAMS, STAGED, fresh_state, reopened_if_requested
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.pipeline import plain
+from taskmesh.store.pipeline.by_id import own_value
+from taskmesh.store.pipeline.event_stamp import stamp
+from taskmesh.store.pipeline.prepared import prepared
+from taskmesh.store.pipeline.restart import OWN_PARAMS, STAGED, fresh_state, reopened_if_requested
 from taskmesh.store.store import WRITE_DEADLINE_MS, Store
 
 Kind = Literal[

@@ -15,14 +15,15 @@ from typing import Any
 
 from pymongo.errors import OperationFailure
 
-from taskmesh.store import control, dependencies, finish, rules
-from taskmesh.store.by_id import MOST_IDS, in_parts
-from taskmesh.store.driver import Document
-from taskmesh.store.event_stamp import stamp
-from taskmesh.store.prepared import prepared
+from taskmesh.store import control, finish, rules
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import Code, patiently
+from taskmesh.store.pipeline.by_id import MOST_IDS, in_parts
+from taskmesh.store.pipeline.event_stamp import stamp
+from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.publication import Publication
 from taskmesh.store.publish import Published, publish
-from taskmesh.store.server_errors import Code, patiently
+from taskmesh.store.relations import dependencies
 from taskmesh.store.store import Store
 
 MAX_BYTES = 12_000_000

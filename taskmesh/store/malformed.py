@@ -14,9 +14,9 @@ from typing import TypeVar
 
 from pymongo.errors import OperationFailure
 
-from taskmesh.store.by_id import in_parts
-from taskmesh.store.driver import Document
-from taskmesh.store.server_errors import is_over_deadline, is_passing
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import is_over_deadline, is_passing
+from taskmesh.store.pipeline.by_id import in_parts
 from taskmesh.store.store import Store
 
 logger = logging.getLogger("taskmesh.store")

@@ -29,8 +29,8 @@ from taskmesh.model.errors import CannotDecrypt, IncompatibleCollection, Payload
 from taskmesh.model.task import Task
 from taskmesh.store import apart, values
 from taskmesh.store.apart import Apart
-from taskmesh.store.driver import CODEC, Document
 from taskmesh.store.finish import Outcome
+from taskmesh.store.mongodb.driver import CODEC, Document
 from taskmesh.store.store import Store
 
 _SUBTYPE = 0xA7

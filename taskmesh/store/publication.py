@@ -12,11 +12,11 @@ from bson import ObjectId
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.labels import words
 from taskmesh.model.task import joined
-from taskmesh.store import sequences
 from taskmesh.store.apart import Apart
-from taskmesh.store.driver import Document
-from taskmesh.store.event_stamp import stamped
+from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.numbers import moment_of, number_at
+from taskmesh.store.pipeline.event_stamp import stamped
+from taskmesh.store.relations import sequences
 
 PublishId = ObjectId
 """A repeated publish is recognised by it."""

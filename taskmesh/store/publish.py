@@ -19,15 +19,24 @@ from pymongo.errors import OperationFailure, WriteConcernError
 
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import TaskRunning, TaskTooLarge
-from taskmesh.store import dependencies, repeated, rules
+from taskmesh.store import rules
 from taskmesh.store.control import NOT_DELETED, values_kept
-from taskmesh.store.driver import CODEC, Document
-from taskmesh.store.event_stamp import stamp
+from taskmesh.store.mongodb.driver import CODEC, Document
+from taskmesh.store.mongodb.server_errors import DOCUMENT_TOO_LARGE, Code
 from taskmesh.store.numbers import number_at
-from taskmesh.store.prepared import prepared
+from taskmesh.store.pipeline import repeated
+from taskmesh.store.pipeline.event_stamp import stamp
+from taskmesh.store.pipeline.prepared import prepared
+from taskmesh.store.pipeline.restart import (
+    OWN_PARAMS,
+    STAGED,
+    first_params_if,
+    in_first_stage,
+    of_first_stage,
+    restarted_state,
+)
 from taskmesh.store.publication import Publication, line_of, new_document
-from taskmesh.store.restart import OWN_PARAMS, STAGED, first_params_if, in_first_stage, of_first_stage, restarted_state
-from taskmesh.store.server_errors import DOCUMENT_TOO_LARGE, Code
+from taskmesh.store.relations import dependencies
 from taskmesh.store.store import WRITE_DEADLINE_MS, Store
 
 _MAX_BATCH = 1_000

@@ -10,8 +10,8 @@ from pymongo import AsyncMongoClient
 from pymongo.errors import ConfigurationError, OperationFailure, PyMongoError
 
 from taskmesh.model.errors import NotAReplicaSet, TaskMeshError
-from taskmesh.store.driver import Document, core_of, settings_of
-from taskmesh.store.server_errors import Code
+from taskmesh.store.mongodb.driver import Document, core_of, settings_of
+from taskmesh.store.mongodb.server_errors import Code
 from taskmesh.store.store import Store
 
 _LOOK_S = 0.1

@@ -14,7 +14,7 @@ from pymongo.errors import DuplicateKeyError
 
 from taskmesh.model.queue import QueueLimits
 from taskmesh.store import rules
-from taskmesh.store.driver import Document, find_and_update
+from taskmesh.store.mongodb.driver import Document, find_and_update
 from taskmesh.store.store import Store
 
 HEARTBEAT_MS = 2_000

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from taskmesh.store import rules
-from taskmesh.store.driver import Document
-from taskmesh.store.prepared import prepared
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.store import Store, run_sync
 
 PING_DEADLINE_MS = 2_000

@@ -51,11 +51,11 @@ HAS_DEPENDENTS: Expression = {"$or": [{"$gt": [DEPENDENTS, []]}, {"$gt": ["$task
 """Whether it has, or had, dependents. The handler that started it (`parent`) may ask for its result at any time."""
 ASK_TIME = "$task_state.ask_time"
 """The mark of a task: something happened that concerns its dependents or dependencies. Its value is the time since when
-a check is due (`store/dependencies.py`); whoever makes the check removes the mark. In a finished task that is kept for
+a check is due (`store/relations/dependencies.py`); whoever makes the check removes the mark. In a finished task that is kept for
 its dependents: when to check again."""
 LINE = "$task_state.line"
-"""The line that the task stands in, if it has a sequence key (`store/sequences.py`). While its gate is shut it is `in_line`;
-`place` is a different number each time."""
+"""The line that the task stands in, if it has a sequence key (`store/relations/sequences.py`). While its gate is shut it is
+`in_line`; `place` is a different number each time."""
 NEXT_PLACE: Expression = {"$add": [{"$ifNull": ["$task_state.place", 0]}, 1]}
 """The place of a task that joins its line anew."""
 STEPS: Expression = {"$ifNull": ["$task_state.steps", []]}

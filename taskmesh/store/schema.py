@@ -16,9 +16,9 @@ from pymongo.errors import CollectionInvalid, OperationFailure
 from taskmesh.model import distribution
 from taskmesh.model.errors import IncompatibleCollection, NotAReplicaSet, TaskMeshError
 from taskmesh.store import reach
-from taskmesh.store.driver import Document
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import Code
 from taskmesh.store.registry import LIVE_MS
-from taskmesh.store.server_errors import Code
 from taskmesh.store.store import Store
 
 SCHEMA_VERSION = 1

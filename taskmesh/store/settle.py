@@ -13,12 +13,12 @@ from pymongo.errors import OperationFailure, WriteConcernError
 
 from taskmesh.store import rules
 from taskmesh.store.claim import counted_losses
-from taskmesh.store.driver import Document
-from taskmesh.store.event_stamp import stamp
 from taskmesh.store.malformed import WELL_FORMED
-from taskmesh.store.prepared import prepared
-from taskmesh.store.restart import reopened_if_requested
-from taskmesh.store.server_errors import is_over_deadline, is_unconfirmed
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import is_over_deadline, is_unconfirmed
+from taskmesh.store.pipeline.event_stamp import stamp
+from taskmesh.store.pipeline.prepared import prepared
+from taskmesh.store.pipeline.restart import reopened_if_requested
 from taskmesh.store.store import Store
 
 SETTLE_DEADLINE_MS = 300

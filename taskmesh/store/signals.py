@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 from pymongo.errors import OperationFailure
 
-from taskmesh.store import plain, rules
-from taskmesh.store.driver import Document
-from taskmesh.store.event_stamp import stamp
+from taskmesh.store import rules
 from taskmesh.store.finish import HANDLED_BY_SHORT_SUCCESS
-from taskmesh.store.prepared import prepared
-from taskmesh.store.server_errors import DOCUMENT_TOO_LARGE, patiently
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import DOCUMENT_TOO_LARGE, patiently
+from taskmesh.store.pipeline import plain
+from taskmesh.store.pipeline.event_stamp import stamp
+from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.store import Store
 
 MAX_SIGNALS = 1_000

@@ -25,9 +25,7 @@ from typing import Any, Literal
 
 from pymongo import ReturnDocument
 
-from taskmesh.store import plain, rules
-from taskmesh.store.driver import CODEC, Document, find_and_update
-from taskmesh.store.event_stamp import stamp, stamped
+from taskmesh.store import rules
 from taskmesh.store.finish import (
     HANDLED_BY_SHORT_SUCCESS,
     Outcome,
@@ -38,7 +36,10 @@ from taskmesh.store.finish import (
     own,
     still_held_by,
 )
-from taskmesh.store.prepared import prepared
+from taskmesh.store.mongodb.driver import CODEC, Document, find_and_update
+from taskmesh.store.pipeline import plain
+from taskmesh.store.pipeline.event_stamp import stamp, stamped
+from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.store import WRITE_DEADLINE_MS, Store
 
 _FEW = 4

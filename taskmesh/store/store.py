@@ -1,9 +1,11 @@
 """The one place that speaks to MongoDB: a `Store` holds the connection; the verbs are the modules beside this one.
 
-In the order of a task's life: `rules`, `publish`, `find`, `claim`, `renew`, `finish`, `restart`, `control`, `settle`,
-`limits`; for the rest of the fleet `change_stream`, `registry` (workers, queues, definitions), `schedules`, `audit` and
-`schema` (collections, indexes). The queries for people are in `admin/store`. A verb changes a task by one pipeline update
-that ends in `rules.derivation`, or by a short form that writes what would follow (`plain`). Inserts have nothing to derive.
+In the order of a task's life: `rules`, `publish`, `find`, `claim`, `renew`, `steps`, `signals`, `finish`, `control`, `settle`.
+In packages: `relations` between tasks, `queues` (limits, groups, pauses), `triggers` (what publishes without a call), and what
+verbs are made of: `pipeline` and `mongodb`, the driver. For the rest of the fleet `change_stream`, `registry` (workers, queues,
+definitions), `audit` and `schema` (collections, indexes). The queries for people are in `admin/store`. A verb changes a task by
+one pipeline update that ends in `rules.derivation`, or by a short form that writes what would follow (`pipeline.plain`).
+Inserts have nothing to derive.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.model.errors import InvalidName, TaskMeshError
 from taskmesh.store import rules
-from taskmesh.store.driver import PLAIN_CODEC, Document, Driver, checked, restored
-from taskmesh.store.inserts import Inserts
+from taskmesh.store.mongodb.driver import PLAIN_CODEC, Document, Driver, checked, restored
+from taskmesh.store.mongodb.inserts import Inserts
+from taskmesh.store.mongodb.uncut import CLOSE_DEADLINE_S, ended_in_time
 from taskmesh.store.numbers import Numbers
-from taskmesh.store.uncut import CLOSE_DEADLINE_S, ended_in_time
 
 WRITE_DEADLINE_MS = 5_000
 """How long the server may work on one of our writes. An `update_many` waits at a document that an open transaction has changed

@@ -23,7 +23,7 @@ from bson.raw_bson import RawBSONDocument
 from pydantic import BaseModel, Secret, SecretBytes, SecretStr
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from taskmesh.store.driver import CODEC, Document
+from taskmesh.store.mongodb.driver import CODEC, Document
 
 MAX_BYTES = 15_000_000
 """Of params or of a result. MongoDB's limit for a whole document is 16 MB, and the rest needs room, too."""

@@ -10,7 +10,7 @@ from taskmesh.consumer.hooks import Ending
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import TaskNotFound
 from taskmesh.model.task import Task
-from taskmesh.store.driver import maybe
+from taskmesh.store.mongodb.driver import maybe
 
 
 async def drain(mesh: TaskMesh) -> list[Task]:

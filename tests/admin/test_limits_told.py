@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from taskmesh import TaskMesh
-from taskmesh.store import limits
+from taskmesh.store.queues import limits
 
 
 @pytest.mark.parametrize("early", [{"running": None}, {"running": 5}], ids=["taken away", "set"])

@@ -10,7 +10,8 @@ import anyio
 import pytest
 
 from taskmesh import QueueNotEmpty, TaskMesh, TaskNotFound
-from taskmesh.store import Store, limits
+from taskmesh.store import Store
+from taskmesh.store.queues import limits
 from tests.waiting import eventually
 from tests.working import parts_of, working
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from taskmesh.store.event_stamp import read_stamp
+from taskmesh.store.pipeline.event_stamp import read_stamp
 from tests.chaos.findings import Findings
 from tests.chaos.history import was_told_to_go
 from tests.chaos.reading import NEVER, Reading, stripped

@@ -23,12 +23,12 @@ _current: ContextVar[tuple[str, ...]] = ContextVar("verbs", default=())
 def verbs() -> dict[str, Any]:
     """Return the functions that speak to the database, by `module.name`."""
     found: dict[str, Any] = {}
-    for module_info in pkgutil.iter_modules(taskmesh.store.__path__):
-        module = importlib.import_module(f"taskmesh.store.{module_info.name}")
+    for module_info in pkgutil.walk_packages(taskmesh.store.__path__, "taskmesh.store."):
+        module = importlib.import_module(module_info.name)
         for name, function in vars(module).items():
             ours = inspect.isfunction(function) and function.__module__ == module.__name__
             if ours and not name.startswith("_") and _asks_the_database(function):
-                found[f"{module_info.name}.{name}"] = function
+                found[f"{module_info.name.rpartition('.')[2]}.{name}"] = function
     return found
 
 

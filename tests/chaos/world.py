@@ -18,7 +18,7 @@ from typing import Self
 from pymongo.errors import PyMongoError
 
 from taskmesh import TaskMesh
-from taskmesh.store.server_errors import patiently
+from taskmesh.store.mongodb.server_errors import patiently
 from tests.chaos.findings import Findings
 from tests.chaos.producer import PER_MS, RATE, RATED, read_notes
 from tests.chaos.witnesses import Witnesses

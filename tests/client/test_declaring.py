@@ -11,7 +11,7 @@ import pytest
 from taskmesh import InvalidOption, TaskMesh
 from taskmesh.consumer.ticker import Ticker
 from taskmesh.integrations.encryption import AESCodec
-from taskmesh.store import schedules
+from taskmesh.store.triggers import schedules
 from tests.waiting import eventually
 from tests.working import working
 

@@ -11,7 +11,7 @@ from pymongo.monitoring import CommandListener, CommandStartedEvent
 
 from taskmesh import InvalidOption, TaskMesh, TaskNotFound
 from taskmesh.store.blocking import check_same_servers
-from taskmesh.store.driver import maybe
+from taskmesh.store.mongodb.driver import maybe
 
 
 class _Counted(CommandListener):

@@ -19,7 +19,7 @@ from motor.motor_asyncio import AsyncIOMotorClient
 from pymongo import AsyncMongoClient, MongoClient
 
 from taskmesh import InvalidOption, Status, TaskDefinition, TaskMesh, TaskMeshError, TaskNotFound
-from taskmesh.store.driver import maybe
+from taskmesh.store.mongodb.driver import maybe
 
 ROOT = Path(__file__).parents[2]
 

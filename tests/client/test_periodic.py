@@ -15,7 +15,7 @@ import pytest
 from taskmesh import InvalidOption, InvalidParams, TaskMesh, TaskNotFound, TaskOption, current_task
 from taskmesh.consumer.ticker import Ticker
 from taskmesh.model.schedule import key_of
-from taskmesh.store import schedules
+from taskmesh.store.triggers import schedules
 from tests.processes.fleet import Fleet
 from tests.processes.handlers import define
 from tests.waiting import eventually

@@ -14,7 +14,7 @@ from motor.motor_asyncio import AsyncIOMotorClient
 from pymongo import AsyncMongoClient
 
 from taskmesh import ChangeEvent, InvalidOption, Status, TaskMesh, TaskOption
-from taskmesh.store import data_changes
+from taskmesh.store.triggers import data_changes
 from tests.waiting import eventually
 from tests.working import all_working, working
 

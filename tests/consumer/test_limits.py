@@ -12,7 +12,7 @@ import pytest
 import taskmesh.consumer.candidates.limits
 from taskmesh import InvalidOption, Status, TaskMesh, current_task
 from taskmesh.store import Store
-from taskmesh.store import limits as store_limits
+from taskmesh.store.queues import limits as store_limits
 from tests.consumer.sampling import most_running, most_starts_within, starts_of
 from tests.waiting import eventually
 from tests.working import all_working, finished, parts_of, working

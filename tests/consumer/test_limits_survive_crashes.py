@@ -17,9 +17,9 @@ from pymongo.collection import Collection
 from pymongo.read_concern import ReadConcern
 
 from taskmesh import TaskMesh, TaskOption
-from taskmesh.store import limits
 from taskmesh.store.claim import claim
 from taskmesh.store.finish import Outcome, finish
+from taskmesh.store.queues import limits
 from tests.consumer.limits_held import LimitsHeld, watched
 from tests.processes.fleet import Fleet, Worker
 from tests.processes.handlers import Handlers, define

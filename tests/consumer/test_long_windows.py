@@ -13,7 +13,8 @@ from bson import ObjectId
 
 from taskmesh import TaskMesh
 from taskmesh.admin.store.limit_usage import usage
-from taskmesh.store import Store, limits
+from taskmesh.store import Store
+from taskmesh.store.queues import limits
 from tests.consumer.sampling import most_starts_within
 from tests.waiting import eventually
 from tests.working import working

@@ -58,7 +58,7 @@ async def test_leases_are_kept_though_the_name_server_did_not_answer_at_the_star
             raise ConfigurationError("The DNS operation timed out")
         return MongoClient(**settings)
 
-    monkeypatch.setattr("taskmesh.store.driver.MongoClient", make_client)
+    monkeypatch.setattr("taskmesh.store.mongodb.driver.MongoClient", make_client)
 
     @mesh.task(option=TaskOption(worker_timeout_ms=3_000, ping_interval_ms=300, max_timeouts=0))
     async def job() -> str:

@@ -11,7 +11,7 @@ from pymongo import MongoClient
 
 from taskmesh import InvalidOption, Retry, Snooze, Status, TaskFailed, TaskMesh, TaskOption, current_task
 from taskmesh.consumer.run.dependents import Dependents
-from taskmesh.store import sequences
+from taskmesh.store.relations import sequences
 from tests.waiting import eventually
 from tests.working import all_working, finished, status_is, working
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from taskmesh import ChangeEvent, TaskMesh
-from taskmesh.store import data_changes
+from taskmesh.store.triggers import data_changes
 from tests.docs.examples import examples_in
 from tests.docs.running import run
 from tests.docs.tables import table

@@ -30,9 +30,9 @@ from taskmesh.model.configuration import Configuration
 from taskmesh.store import Store, rules, schema
 from taskmesh.store.claim import claim
 from taskmesh.store.finish import Kind, Outcome, cancel_pipeline, finish, report
+from taskmesh.store.mongodb.server_errors import Code
 from taskmesh.store.publication import Publication, new_document
 from taskmesh.store.renew import ping
-from taskmesh.store.server_errors import Code
 from taskmesh.store.settle import settle
 from tests.chaos.checker import check_version
 from tests.chaos.findings import Findings

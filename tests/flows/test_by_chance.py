@@ -15,11 +15,12 @@ import pytest
 
 from taskmesh import TaskOption
 from taskmesh.model.configuration import Configuration
-from taskmesh.store import Store, control, dependencies, schema
+from taskmesh.store import Store, control, schema
 from taskmesh.store.claim import claim
 from taskmesh.store.finish import Outcome, finish
 from taskmesh.store.publication import Publication
 from taskmesh.store.publish import publish
+from taskmesh.store.relations import dependencies
 from taskmesh.store.settle import settle
 from tests.properties.patience import PatientStore
 

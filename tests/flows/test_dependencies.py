@@ -22,7 +22,7 @@ from taskmesh import (
 )
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.consumer.run.dependents import Dependents
-from taskmesh.store import dependencies
+from taskmesh.store.relations import dependencies
 from tests.waiting import eventually
 from tests.working import finished, status_is, working
 

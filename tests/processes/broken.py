@@ -26,9 +26,11 @@ from taskmesh.consumer.run.stop_reasons import Stop
 from taskmesh.consumer.scanner import Scanner
 from taskmesh.consumer.subprocess import wire
 from taskmesh.consumer.subprocess.processes import Child
-from taskmesh.store import claim, finish, limits, renew, repeated, rules
+from taskmesh.store import claim, finish, renew, rules
 from taskmesh.store.change_stream import open_stream
-from taskmesh.store.event_stamp import read_stamp
+from taskmesh.store.pipeline import repeated
+from taskmesh.store.pipeline.event_stamp import read_stamp
+from taskmesh.store.queues import limits
 
 Replace = Callable[[Any, str, Any], None]
 Break = Callable[[Replace], None]

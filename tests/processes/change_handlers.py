@@ -11,7 +11,7 @@ from typing import Any
 from taskmesh import ChangeEvent, TaskMesh, TaskOption
 from taskmesh.client import defining
 from taskmesh.client.definition import TaskDefinition
-from taskmesh.store import data_changes
+from taskmesh.store.triggers import data_changes
 from tests.processes.handlers import SHORT_LEASE
 
 FORGOTTEN_AT_ONCE = TaskOption(retain_success_ms=0)

@@ -16,8 +16,8 @@ from taskmesh.consumer.run.execution import Execution
 from taskmesh.consumer.run.finisher import Finisher
 from taskmesh.consumer.run.pinger import Pinger
 from taskmesh.consumer.run.stop_reasons import Stop
-from taskmesh.store.driver import Driver
 from taskmesh.store.finish import finish
+from taskmesh.store.mongodb.driver import Driver
 
 PARTS: dict[str, Callable[[], None]] = {}
 

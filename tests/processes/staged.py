@@ -15,7 +15,8 @@ from pymongo.errors import PyMongoError
 from taskmesh.consumer.claimer import Claimer
 from taskmesh.consumer.run import finisher
 from taskmesh.consumer.scanner import SCAN_EVERY_S, Scanner
-from taskmesh.store import Store, dependencies
+from taskmesh.store import Store
+from taskmesh.store.relations import dependencies
 from tests.processes.sabotage import replace
 from tests.processes.signs import Signs
 

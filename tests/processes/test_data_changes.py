@@ -11,7 +11,7 @@ import pytest
 from pymongo import AsyncMongoClient
 
 from taskmesh import ChangeEvent, TaskMesh
-from taskmesh.store import data_changes
+from taskmesh.store.triggers import data_changes
 from tests.faults import server_parameter
 from tests.processes.change_handlers import READING, define
 from tests.processes.fleet import Fleet

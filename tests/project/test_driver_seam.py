@@ -90,7 +90,7 @@ def test_every_stage_of_a_pipeline_says_what_it_does() -> None:
     found = [
         f"{path.relative_to(_ROOT)}:{line}"
         for room in rooms
-        for path in room.glob("*.py")
+        for path in room.rglob("*.py")
         for line in _unexplained(path)
     ]
     assert found == []

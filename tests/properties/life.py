@@ -13,9 +13,9 @@ from taskmesh.model.configuration import Configuration
 from taskmesh.model.option import TaskOption
 from taskmesh.store import Store, control, schema
 from taskmesh.store.claim import claim
-from taskmesh.store.driver import Document
 from taskmesh.store.find import get
 from taskmesh.store.finish import Kind, Outcome, finish, report
+from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.publication import Publication
 from taskmesh.store.publish import Published, publish
 from taskmesh.store.renew import ping

@@ -1,4 +1,4 @@
-"""What becomes of tasks that wait for others, or in line, in plain Python: `store.dependencies.tell`, a second time."""
+"""What becomes of tasks that wait for others, or in line, in plain Python: `store.relations.dependencies.tell`, a second time."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import pytest
 from pymongo import AsyncMongoClient
 
 from taskmesh.store import Store, rules
-from taskmesh.store.prepared import Build, prepared
+from taskmesh.store.pipeline.prepared import Build, prepared
 from tests.properties.chance import Chance, labels
 from tests.properties.world import Difference, Operation, World
 

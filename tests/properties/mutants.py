@@ -7,21 +7,10 @@ from typing import Any
 
 import pytest
 
-from taskmesh.store import (
-    claim,
-    control,
-    dependencies,
-    driver,
-    finish,
-    publish,
-    renew,
-    restart,
-    rules,
-    sequences,
-    settle,
-    signals,
-    steps,
-)
+from taskmesh.store import claim, control, finish, publish, renew, rules, settle, signals, steps
+from taskmesh.store.mongodb import driver
+from taskmesh.store.pipeline import restart
+from taskmesh.store.relations import dependencies, sequences
 from tests.properties.mutation import ANYTHING, Mutant, changed, constant, replaced, result, sent, unguarded, written
 
 _TASK_GATES = (

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from taskmesh.store import Store
-from taskmesh.store.driver import Document
+from taskmesh.store.mongodb.driver import Document
 
 PATIENCE_MS = 60_000
 

@@ -23,13 +23,14 @@ from taskmesh.model.configuration import Configuration
 from taskmesh.model.dependency import After
 from taskmesh.model.errors import TaskRunning
 from taskmesh.model.option import TaskOption
-from taskmesh.store import Store, control, dependencies, rules, schema
+from taskmesh.store import Store, control, rules, schema
 from taskmesh.store.claim import CLAIMED_FIELDS, claim, claim_one, won
-from taskmesh.store.event_stamp import read_stamp
 from taskmesh.store.find import Claimable, ScanRange, Sort, get, scan, scan_leases, unfinished_left
 from taskmesh.store.finish import Outcome, finish, report, standing
+from taskmesh.store.pipeline.event_stamp import read_stamp
 from taskmesh.store.publication import Publication
 from taskmesh.store.publish import give_numbers, publish, publish_in_session
+from taskmesh.store.relations import dependencies
 from taskmesh.store.renew import keep_places, ping, still_held
 from taskmesh.store.settle import settle
 from taskmesh.store.signals import signal

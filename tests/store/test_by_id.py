@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pymongo import MongoClient
 from pymongo.collection import Collection
 
-from taskmesh.store.by_id import own_value
+from taskmesh.store.pipeline.by_id import own_value
 
 _NEAR = st.text(
     string.ascii_letters[:3] + "é\U0001f600\x01:.$", max_size=4

@@ -18,8 +18,8 @@ from pymongo import AsyncMongoClient
 from taskmesh import Task, TaskMesh
 from taskmesh.store import Store
 from taskmesh.store.change_stream import Interest, open_stream
-from taskmesh.store.driver import core_of
-from taskmesh.store.uncut import CLOSE_DEADLINE_S
+from taskmesh.store.mongodb.driver import core_of
+from taskmesh.store.mongodb.uncut import CLOSE_DEADLINE_S
 from tests.waiting import eventually
 
 _LOOKED_AT = """

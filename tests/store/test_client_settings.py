@@ -10,7 +10,7 @@ from pymongo import AsyncMongoClient
 from pymongo.monitoring import CommandListener, CommandStartedEvent
 
 from taskmesh import TaskMesh, current_task
-from taskmesh.store.driver import maybe
+from taskmesh.store.mongodb.driver import maybe
 from tests.working import working
 
 _LAX = {"readPreference": "secondaryPreferred", "w": 1, "readConcernLevel": "available"}

@@ -10,9 +10,9 @@ from pymongo import AsyncMongoClient
 from pymongo.errors import NetworkTimeout, OperationFailure
 
 from taskmesh import TaskMesh
-from taskmesh.store.driver import Driver
+from taskmesh.store.mongodb.driver import Driver
+from taskmesh.store.mongodb.server_errors import is_over_deadline, is_passing
 from taskmesh.store.renew import ping
-from taskmesh.store.server_errors import is_over_deadline, is_passing
 from tests.faults import failing_commands
 
 _NO_MAJORITY: dict[str, Any] = {"writeConcernError": {"code": 50, "errmsg": "operation exceeded time limit"}}

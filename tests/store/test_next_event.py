@@ -11,7 +11,7 @@ from pymongo import AsyncMongoClient
 
 from taskmesh.store import Store
 from taskmesh.store.change_stream import Interest, open_stream
-from taskmesh.store.driver import core_of, next_event, read_ahead
+from taskmesh.store.mongodb.driver import core_of, next_event, read_ahead
 
 _MANY = 200
 

@@ -9,7 +9,7 @@ import pytest
 from pymongo import AsyncMongoClient
 from pymongo.errors import ConfigurationError
 
-from taskmesh.store.server_errors import is_passing
+from taskmesh.store.mongodb.server_errors import is_passing
 from tests.mongods import small_mongod
 
 

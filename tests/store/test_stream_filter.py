@@ -10,7 +10,7 @@ import pytest
 
 from taskmesh.store import Store
 from taskmesh.store.change_stream import Change, Interest, change_from, open_stream, pipeline
-from taskmesh.store.driver import next_event
+from taskmesh.store.mongodb.driver import next_event
 
 _NOW = datetime.now(UTC)
 WORKER = Interest(names=frozenset(["job"]), control=True)

@@ -10,10 +10,11 @@ from typing import Literal
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.store import undo
 from taskmesh.admin.store.index_choice import conditions, status_fits
-from taskmesh.store import control, dependencies, rules
-from taskmesh.store.driver import Document
+from taskmesh.store import control, rules
 from taskmesh.store.finish import cancel_pipeline
 from taskmesh.store.malformed import STRANGE, WELL_FORMED
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.relations import dependencies
 from taskmesh.store.store import Store
 
 Action = Literal["retry", "cancel", "delete"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from taskmesh.store.driver import Document
+from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.store import Store
 
 _LAST = "\U0010ffff"

@@ -16,9 +16,9 @@ from pymongo.errors import OperationFailure
 from taskmesh.admin.store.task_counts import Row, rows, told, union_of
 from taskmesh.model.task import is_name
 from taskmesh.store import rules
-from taskmesh.store.driver import Document
 from taskmesh.store.find import names_in_use
-from taskmesh.store.server_errors import is_over_deadline
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import is_over_deadline
 from taskmesh.store.store import Store
 
 STATUSES = ("FAIL", "INIT", "RUNNING")

@@ -12,9 +12,9 @@ from datetime import datetime
 from taskmesh.model.worker import Claimant
 from taskmesh.store import rules
 from taskmesh.store.control import option_stages
-from taskmesh.store.driver import Document
 from taskmesh.store.find import as_read
 from taskmesh.store.malformed import Strange, past_strangers
+from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.store import Store
 
 _TOLD = ("name", "key", "queue", "group", "needs", "status", "task_option", "loop")

@@ -16,8 +16,8 @@ from typing import Literal
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.model.task import Status
 from taskmesh.store import rules
-from taskmesh.store.driver import Document
 from taskmesh.store.find import values_of
+from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.store import Store
 
 Order = Literal["key", "newest", "oldest"]

@@ -8,8 +8,8 @@ from datetime import datetime
 from types import NoneType
 
 from taskmesh.store import rules
-from taskmesh.store.driver import Document
-from taskmesh.store.limits import WINDOWS, leaving_later
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.queues.limits import WINDOWS, leaving_later
 from taskmesh.store.store import Store
 
 
@@ -30,7 +30,7 @@ async def usage(store: Store, queues: Collection[str], longer_ms: Mapping[str, i
     """Return how much of the limits of these queues is used now.
 
     `longer_ms`: as if the windows of these fields (`per_ms`, `group_per_ms`) were so much longer, or shorter: what
-    `store.limits.set_limits` does to the counted starts.
+    `store.queues.limits.set_limits` does to the counted starts.
     """
     longer = longer_ms or {}
     running: dict[str, dict[str | None, int]] = {queue: {} for queue in queues}

@@ -28,9 +28,9 @@ from taskmesh.admin.store.index_choice import (
     ways_in_order,
 )
 from taskmesh.store import rules
-from taskmesh.store.driver import Document
 from taskmesh.store.find import as_it_stands
-from taskmesh.store.server_errors import is_over_deadline
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import is_over_deadline
 from taskmesh.store.store import Store
 
 _SORTS: dict[Order, dict[str, int]] = {

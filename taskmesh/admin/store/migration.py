@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from taskmesh.store.driver import Document, own_database
+from taskmesh.store.mongodb.driver import Document, own_database
 from taskmesh.store.store import Store
 
 MARK = "taskmesh"

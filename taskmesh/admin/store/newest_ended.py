@@ -12,7 +12,7 @@ from typing import NamedTuple
 from taskmesh.admin.store.task_counts import union_of
 from taskmesh.model.option import TaskOption
 from taskmesh.store import rules
-from taskmesh.store.driver import Document
+from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.registry import retentions_ms
 from taskmesh.store.store import Store
 

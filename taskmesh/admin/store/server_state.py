@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from pymongo.errors import OperationFailure
 
 from taskmesh.store.acceptance import INSERTED
-from taskmesh.store.driver import Document, own_database
+from taskmesh.store.mongodb.driver import Document, own_database
 from taskmesh.store.store import Store
 
 P = ParamSpec("P")

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from pymongo.errors import OperationFailure
 
 from taskmesh.store import rules
-from taskmesh.store.driver import Document
 from taskmesh.store.find import UNFINISHED, values_of
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import Code
 from taskmesh.store.registry import closed_queues, loop_names, server_time
-from taskmesh.store.server_errors import Code
 from taskmesh.store.store import Store
 
 _MOST_ROWS = 2_000

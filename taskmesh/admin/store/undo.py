@@ -17,12 +17,12 @@ from typing import Any
 from bson import ObjectId
 
 from taskmesh.store import rules
-from taskmesh.store.by_id import own_value
-from taskmesh.store.driver import Document
-from taskmesh.store.event_stamp import stamp, starting_with
 from taskmesh.store.malformed import WELL_FORMED
+from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.numbers import NUMBERS_PER_MS
-from taskmesh.store.prepared import prepared
+from taskmesh.store.pipeline.by_id import own_value
+from taskmesh.store.pipeline.event_stamp import stamp, starting_with
+from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.store import Store
 
 _STATE = [

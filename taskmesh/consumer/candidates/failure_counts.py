@@ -1,7 +1,7 @@
-"""Failure counts: how executions end, reported for queues that pause automatically after failures (`store/failure_pauses.py`).
+"""Failure counts: how executions end, reported for queues that pause automatically after failures.
 
-Reports go out once a second, one for each queue; queues without that setting cost nothing. If the process dies, what was not
-reported is not counted, with no other consequence.
+`store/queues/failure_pauses.py` counts and decides. Reports go out once a second, one for each queue; queues without that
+setting cost nothing. If the process dies, what was not reported is not counted, with no other consequence.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.consumer.candidates.limits import Limits
 from taskmesh.consumer.run.execution import Execution
-from taskmesh.store import Store, failure_pauses
-from taskmesh.store.driver import Document
-from taskmesh.store.failure_pauses import Ended
+from taskmesh.store import Store
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.queues import failure_pauses
+from taskmesh.store.queues.failure_pauses import Ended
 
 logger = logging.getLogger("taskmesh.failures")
 

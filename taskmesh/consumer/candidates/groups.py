@@ -25,7 +25,7 @@ from taskmesh.consumer.timing import until
 from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.find import Claimable, fitting
-from taskmesh.store.groups import first_of_groups, groups_due, queues_with_groups
+from taskmesh.store.queues.groups import first_of_groups, groups_due, queues_with_groups
 
 logger = logging.getLogger("taskmesh.groups")
 

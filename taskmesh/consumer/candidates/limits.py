@@ -1,8 +1,8 @@
 """Limits on this worker's side: book room before claiming, park candidates without room, and go on as soon as there is some.
 
 Only the claimer asks, and only about queues that have limits. What limits guarantee, and how, is described in
-`store/limits.py`; which room this worker holds already, in `slots`. If the process dies after booking, the booking expires;
-after the claim, other workers notice that its lease has ended.
+`store/queues/limits.py`; which room this worker holds already, in `slots`. If the process dies after booking, the booking
+expires; after the claim, other workers notice that its lease has ended.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until, varied
 from taskmesh.model.queue import QueueLimits
 from taskmesh.store import Store
-from taskmesh.store import limits as store_limits
 from taskmesh.store.clock import ServerClock
-from taskmesh.store.driver import Document
-from taskmesh.store.limits import Booking, Wish
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.queues import limits as store_limits
+from taskmesh.store.queues.limits import Booking, Wish
 
 logger = logging.getLogger("taskmesh.limits")
 

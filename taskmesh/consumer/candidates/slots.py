@@ -1,9 +1,9 @@
 """Slots: room in limited queues that this worker has booked. A slot is used for one task after another, then given back.
 
 So a limit costs little while work waits: a worker that ends a task has the slot for the next one in hand, and asks nobody. Now
-and then the worker writes down what its slots are used for (`store/limits.py`). Slots that it does not use it gives back, since
-other workers may wait for the room. If the worker dies, its slots expire. If it only lost track of one (an outcome or a claim
-was not answered), it forgets the slot, and a worker that finds no live entry for it frees it.
+and then the worker writes down what its slots are used for (`store/queues/limits.py`). Slots that it does not use it gives
+back, since other workers may wait for the room. If the worker dies, its slots expire. If it only lost track of one (an outcome
+or a claim was not answered), it forgets the slot, and a worker that finds no live entry for it frees it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from datetime import datetime
 from pymongo.errors import PyMongoError
 
 from taskmesh.store import Store
-from taskmesh.store import limits as store_limits
 from taskmesh.store.clock import ServerClock
-from taskmesh.store.limits import Wish
+from taskmesh.store.queues import limits as store_limits
+from taskmesh.store.queues.limits import Wish
 
 logger = logging.getLogger("taskmesh.limits")
 

@@ -64,17 +64,18 @@ from taskmesh.model.errors import (
 )
 from taskmesh.model.ids import checked_step_name
 from taskmesh.model.task import task_id
-from taskmesh.store import Store, children, steps
+from taskmesh.store import Store, steps
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.control import restore_children
-from taskmesh.store.dependencies import linking_pipeline
-from taskmesh.store.driver import Document, restored
 from taskmesh.store.find import UNFINISHED
 from taskmesh.store.finish import Outcome
+from taskmesh.store.mongodb.driver import Document, restored
+from taskmesh.store.mongodb.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.payloads import Payloads
 from taskmesh.store.publication import Publication
+from taskmesh.store.relations import children
+from taskmesh.store.relations.dependencies import linking_pipeline
 from taskmesh.store.renew import end_lease
-from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.values import cleaned, encoded
 
 logger = logging.getLogger("taskmesh.journal")

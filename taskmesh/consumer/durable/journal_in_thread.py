@@ -11,7 +11,7 @@ from taskmesh.client.handle import TaskHandle
 from taskmesh.consumer.durable.transactions import Transactions
 from taskmesh.consumer.run.execution import Execution
 from taskmesh.consumer.run.recording import Recorder, Started
-from taskmesh.store.driver import Document
+from taskmesh.store.mongodb.driver import Document
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from taskmesh.consumer.durable.transactions import Transactions
 from taskmesh.consumer.run.recording import Recorder
 from taskmesh.model.errors import TaskFailed, TaskMeshError, TaskNotFound
+from taskmesh.store.mongodb.server_errors import own_copy
 from taskmesh.store.publication import Publication
-from taskmesh.store.server_errors import own_copy
 
 MAX_STARTS = 1_000
 """The most children of one transaction."""

@@ -28,9 +28,9 @@ from taskmesh.store import Store
 from taskmesh.store.apart import put
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.finish import Outcome, finish, standing
+from taskmesh.store.mongodb.server_errors import is_over_deadline, is_passing
 from taskmesh.store.publication import Publication
 from taskmesh.store.publish import publish_in_session
-from taskmesh.store.server_errors import is_over_deadline, is_passing
 
 logger = logging.getLogger("taskmesh.finisher")
 

@@ -37,15 +37,16 @@ from taskmesh.model.errors import (
     TransactionConflict,
 )
 from taskmesh.model.stage import Next
-from taskmesh.store import Store, children, steps
+from taskmesh.store import Store, steps
 from taskmesh.store.blocking import BlockingStore, StoreAddress, run_now
 from taskmesh.store.clock import ServerClock
-from taskmesh.store.driver import Document, maybe, settings_of
 from taskmesh.store.finish import Outcome
+from taskmesh.store.mongodb.driver import Document, maybe, settings_of
+from taskmesh.store.mongodb.server_errors import is_over_deadline, is_passing, is_transaction_gone, patiently
 from taskmesh.store.publication import Publication
 from taskmesh.store.publish import publish_in_session
+from taskmesh.store.relations import children
 from taskmesh.store.renew import extend
-from taskmesh.store.server_errors import is_over_deadline, is_passing, is_transaction_gone, patiently
 
 _DEFAULT_LIMIT_S = 60.0
 _LEASE_BEYOND_LIMIT_S = 5.0

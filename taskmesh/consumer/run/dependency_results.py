@@ -14,11 +14,11 @@ from taskmesh.model.dependency import label
 from taskmesh.model.errors import InvalidParams, Snooze, TaskError
 from taskmesh.model.task import Status
 from taskmesh.store import Store
-from taskmesh.store.dependencies import waited_for
-from taskmesh.store.driver import Document
 from taskmesh.store.find import UNFINISHED
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import patiently
 from taskmesh.store.payloads import Payloads, unmarked
-from taskmesh.store.server_errors import patiently
+from taskmesh.store.relations.dependencies import waited_for
 
 _LOOKS_AGAIN_MS = 2_000
 """How long a task is put off if one of its params is the result of a dependency that has been started anew."""

@@ -12,8 +12,9 @@ import logging
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.store import Store, flows, sequences
-from taskmesh.store.dependencies import MARKS_FOUND_AFTER_MS, sweep, tell
+from taskmesh.store import Store, flows
+from taskmesh.store.relations import sequences
+from taskmesh.store.relations.dependencies import MARKS_FOUND_AFTER_MS, sweep, tell
 
 logger = logging.getLogger("taskmesh.dependents")
 

@@ -26,8 +26,8 @@ from taskmesh.model.loop import Loop
 from taskmesh.model.option import TaskOption
 from taskmesh.model.task import Task
 from taskmesh.store.clock import ServerClock
-from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
+from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.payloads import is_boxed
 from taskmesh.store.publication import Publication
 

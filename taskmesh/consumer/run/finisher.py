@@ -22,7 +22,7 @@ from taskmesh.consumer.write_times import WriteTimes
 from taskmesh.store import Store, steps
 from taskmesh.store.apart import put
 from taskmesh.store.finish import Kind, Outcome, finish, standing
-from taskmesh.store.server_errors import is_about_the_document, is_about_us, is_over_deadline, is_passing
+from taskmesh.store.mongodb.server_errors import is_about_the_document, is_about_us, is_over_deadline, is_passing
 
 logger = logging.getLogger("taskmesh.finisher")
 

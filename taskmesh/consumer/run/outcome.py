@@ -39,8 +39,8 @@ from taskmesh.model.errors import (
     delay_of,
 )
 from taskmesh.model.stage import Next, checked_next
-from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
+from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.values import MAX_BYTES, MAX_REASON_CHARS, cleaned
 
 logger = logging.getLogger("taskmesh.executor")

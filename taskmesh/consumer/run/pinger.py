@@ -27,8 +27,8 @@ from taskmesh.consumer.worker_stats import WorkerStats
 from taskmesh.consumer.write_times import WriteTimes
 from taskmesh.store import Store
 from taskmesh.store.clock import Jumps
+from taskmesh.store.mongodb.server_errors import is_over_deadline
 from taskmesh.store.renew import PING_DEADLINE_MS, keep_places, ping, still_held
-from taskmesh.store.server_errors import is_over_deadline
 
 logger = logging.getLogger("taskmesh.pinger")
 

@@ -20,8 +20,8 @@ from taskmesh.consumer.run.fingerprint import fingerprint
 from taskmesh.model.dependency import is_named
 from taskmesh.model.errors import MAX_DURATION_MS, InvalidOption, TaskFailed
 from taskmesh.model.ids import shown
-from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
+from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.values import cleaned, decoded, encoded
 
 _inside: ContextVar[str | None] = ContextVar("taskmesh step under way", default=None)

@@ -7,7 +7,7 @@ from collections import deque
 from datetime import datetime
 
 from taskmesh.model.errors import InvalidParams
-from taskmesh.store.driver import Document
+from taskmesh.store.mongodb.driver import Document
 
 LOG_LINES = 100
 LOG_LINE_CHARS = 2_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from taskmesh.model.worker import Claimant
-from taskmesh.store.driver import Document
+from taskmesh.store.mongodb.driver import Document
 
 
 class Stop(Enum):

@@ -42,8 +42,8 @@ from taskmesh.model.option import TaskOption
 from taskmesh.model.stage import Next
 from taskmesh.model.task import checked_key, checked_name
 from taskmesh.store.blocking import BlockingStore, StoreAddress, blocking_client
-from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
+from taskmesh.store.mongodb.driver import Document
 
 serving = False
 """Whether this process is such a child. It must not become a worker itself if a script forgets to guard its main part."""

@@ -11,7 +11,7 @@ from typing import Any
 from bson import ObjectId
 
 from taskmesh.store import rules
-from taskmesh.store.driver import Document
+from taskmesh.store.mongodb.driver import Document
 
 _KEPT_CHANGES = 8
 

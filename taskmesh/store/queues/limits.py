@@ -30,7 +30,7 @@ from pymongo import ReturnDocument
 from pymongo.errors import DuplicateKeyError
 
 from taskmesh.store import rules
-from taskmesh.store.driver import Document, find_and_update
+from taskmesh.store.mongodb.driver import Document, find_and_update
 from taskmesh.store.store import Store
 
 BOOKED_MS = 3_000

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import anyio
 from pymongo.errors import PyMongoError
 
-from taskmesh.store.first_step import FirstSteps
+from taskmesh.store.mongodb.first_step import FirstSteps
 
 T = TypeVar("T")
 

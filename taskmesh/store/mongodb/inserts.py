@@ -18,8 +18,8 @@ from typing import Any
 
 from pymongo.errors import InvalidOperation, OperationFailure
 
-from taskmesh.store.driver import Driver
-from taskmesh.store.server_errors import is_passing, own_copy
+from taskmesh.store.mongodb.driver import Driver
+from taskmesh.store.mongodb.server_errors import is_passing, own_copy
 
 _MAX_BATCH = 1_000
 _MAX_BATCH_BYTES = 8_000_000

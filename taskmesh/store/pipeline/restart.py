@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from taskmesh.store import rules
-from taskmesh.store.driver import Document
+from taskmesh.store.mongodb.driver import Document
 
 STAGED: rules.Expression = {"$gt": ["$task_state.stages", []]}
 """Whether the task has moved on by `Next`. Then the first of its stages says where and with which params it starts anew."""

@@ -20,9 +20,9 @@ from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from taskmesh.model.schedule import Attendance
 from taskmesh.store import rules
-from taskmesh.store.driver import CODEC, Document, find_and_update
+from taskmesh.store.mongodb.driver import CODEC, Document, find_and_update
+from taskmesh.store.mongodb.server_errors import Code
 from taskmesh.store.publication import Publication, new_document
-from taskmesh.store.server_errors import Code
 from taskmesh.store.store import Store
 
 OUTAGE_MS = 3_000

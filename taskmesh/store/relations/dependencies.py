@@ -25,13 +25,14 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.model.dependency import After, label
 from taskmesh.model.errors import TaskNotFound
-from taskmesh.store import children, find, rules, sequences
-from taskmesh.store.by_id import MOST_IDS, in_parts, own_value
-from taskmesh.store.driver import Document
-from taskmesh.store.event_stamp import stamp
+from taskmesh.store import find, rules
 from taskmesh.store.malformed import WELL_FORMED
-from taskmesh.store.prepared import prepared
-from taskmesh.store.server_errors import is_over_deadline
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import is_over_deadline
+from taskmesh.store.pipeline.by_id import MOST_IDS, in_parts, own_value
+from taskmesh.store.pipeline.event_stamp import stamp
+from taskmesh.store.pipeline.prepared import prepared
+from taskmesh.store.relations import children, sequences
 from taskmesh.store.store import Store
 
 logger = logging.getLogger("taskmesh.dependencies")

@@ -20,7 +20,7 @@ from typing import Any
 from pymongo.errors import DuplicateKeyError
 
 from taskmesh.model.data_change import Watched
-from taskmesh.store.driver import CODEC, Document, next_event, read_ahead
+from taskmesh.store.mongodb.driver import CODEC, Document, next_event, read_ahead
 from taskmesh.store.publication import Publication
 from taskmesh.store.publish import publish_in_session
 from taskmesh.store.store import Store

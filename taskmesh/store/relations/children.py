@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from taskmesh.store import rules
-from taskmesh.store.by_id import MOST_IDS, in_parts
-from taskmesh.store.driver import Document, restored
 from taskmesh.store.finish import cancel_pipeline
-from taskmesh.store.prepared import prepared
+from taskmesh.store.mongodb.driver import Document, restored
+from taskmesh.store.pipeline.by_id import MOST_IDS, in_parts
+from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.store import Store
 
 CANCELLED_WITH_PARENT = "task_state.cancelled_with_parent"

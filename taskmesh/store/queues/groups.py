@@ -15,9 +15,9 @@ from typing import Any
 from pymongo.errors import OperationFailure
 
 from taskmesh.model.worker import Claimant
-from taskmesh.store.driver import Document
 from taskmesh.store.find import IN_ORDER, KEY_FIELDS, Claimable, judged
-from taskmesh.store.server_errors import Code
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import Code
 from taskmesh.store.store import Store
 
 _KEYS_READ = 1_000

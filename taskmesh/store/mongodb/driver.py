@@ -26,8 +26,8 @@ from pymongo.write_concern import WriteConcern
 
 from taskmesh.model.errors import InvalidName
 from taskmesh.model.ids import shown
-from taskmesh.store.server_errors import Code
-from taskmesh.store.uncut import Uncut, UncutCalls
+from taskmesh.store.mongodb.server_errors import Code
+from taskmesh.store.mongodb.uncut import Uncut, UncutCalls
 
 Document = dict[str, Any]
 MAJORITY = WriteConcern("majority")

@@ -15,8 +15,8 @@ from typing import Any
 
 from pymongo import ReturnDocument
 
-from taskmesh.store import limits
-from taskmesh.store.driver import Document, find_and_update
+from taskmesh.store.mongodb.driver import Document, find_and_update
+from taskmesh.store.queues import limits
 from taskmesh.store.store import Store
 
 

@@ -8,8 +8,8 @@ comes first or next.
 A task joins its line anew each time its gate is shut: `task_state.place` is a different number then. So what was decided about
 its earlier place opens nothing, and a head that has finished and is retried is no longer the head, but in line again.
 
-Everything here can be done twice, by anybody. A process that dies in the middle leaves a mark in a task (`store.dependencies`),
-or a head that is not opened yet, which is noticed when the line is next checked.
+Everything here can be done twice, by anybody. A process that dies in the middle leaves a mark in a task (see `dependencies`), or
+a head that is not opened yet, which is noticed when the line is next checked.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 from pymongo.errors import OperationFailure
 
 from taskmesh.store import rules
-from taskmesh.store.driver import Document
-from taskmesh.store.event_stamp import stamp
-from taskmesh.store.prepared import prepared
-from taskmesh.store.server_errors import Code, is_over_deadline
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import Code, is_over_deadline
+from taskmesh.store.pipeline.event_stamp import stamp
+from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.store import WRITE_DEADLINE_MS, Store
 
 logger = logging.getLogger("taskmesh.sequences")

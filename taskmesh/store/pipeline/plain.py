@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from taskmesh.store import rules
-from taskmesh.store.driver import Document
+from taskmesh.store.mongodb.driver import Document
 
 ALONE: Document = {"task_option.concurrent_worker_cnt": 1}
 """The condition of every short form: the task is for one worker at a time."""
