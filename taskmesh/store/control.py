@@ -40,7 +40,8 @@ async def cancel(store: Store, id_: str) -> Document | None:
     return cancelled
 
 
-async def _standing(store: Store, id_: str) -> Document | None:
+async def _read(store: Store, id_: str) -> Document | None:
+    """Return the fields by which a change recognises this task, and itself if it is sent again. None: there is no such task."""
     found = await patiently(lambda: store.find({"_id": id_}, repeated.FIELDS))
     return found[0] if found else None
 
@@ -53,7 +54,7 @@ async def _change(store: Store, id_: str, condition: rules.Expression, pipeline:
     Tries again while the database is unreliable. A change is made only once, whatever became of the task since, and never to
     another task. Raises `TaskNotFound` if the task was deleted before it was changed, whatever has its key now.
     """
-    task = await _standing(store, id_)
+    task = await _read(store, id_)
     if task is None:
         return None
     change_id = ObjectId()
@@ -144,8 +145,8 @@ async def restore_children(store: Store, ids: Sequence[str], parent: str) -> Non
     for part in in_parts(ids):
         await store.update({"_id": {"$in": part}, **cancelled}, retry_pipeline(store.now))
     await dependencies.tell(store, ids)
-    [standing] = await store.find({"_id": parent}, {"status": 1}) or [{"status": "DELETED"}]
-    if standing["status"] not in ("INIT", "RUNNING"):  # cancelled again meanwhile, when these could not be found yet
+    [found] = await store.find({"_id": parent}, {"status": 1}) or [{"status": "DELETED"}]
+    if found["status"] not in ("INIT", "RUNNING"):  # cancelled again meanwhile, when these could not be found yet
         await children.cancel(store, [parent])
 
 
@@ -209,7 +210,7 @@ async def delete(store: Store, id_: str) -> bool:
 
 
 async def _delete(store: Store, id_: str) -> bool:
-    task = await _standing(store, id_)
+    task = await _read(store, id_)
     if task is None:
         return False
     await patiently(lambda: _remove(store, repeated.same(task)))

@@ -35,6 +35,8 @@ Kind = Literal[
     "reported",
 ]
 """The last two are no ends: the execution goes on, and has recorded something (`store.steps`) or reports (`report`)."""
+Recorded = Literal["recorded", "held", "lost"]
+"""What became of a write whose answer is missing: see `whether_recorded`."""
 _GIVEN_BACK: tuple[Kind, ...] = ("released", "snoozed", "suspended", "conflicted")
 KEPT_STAGES = 100
 _ANNOUNCED_AS: dict[Kind, str] = {"conflicted": "snoozed", "looped": "succeeded"}
@@ -121,7 +123,7 @@ async def finish(
     session: Any = None,
     deadline_ms: int = WRITE_DEADLINE_MS,
 ) -> int:
-    """Record outcomes of one kind. Return how many counted; if fewer than given, ask `standing`.
+    """Record outcomes of one kind. Return how many counted; if fewer than given, ask `whether_recorded`.
 
     Eligible: the entry with this `running_id` is live and the task RUNNING. Writes: the entry (`released`, `snoozed`,
     `suspended` and `conflicted` remove it), `resume_time`, `suspended_until`, `suspended_for`, `timeout_cnt`, `conflict_cnt`,
@@ -190,7 +192,7 @@ async def _finish_plain(
             "$set": {
                 # The entry is a SUCCESS, and the counters that it ends start anew.
                 "task_state": {
-                    "worker_states": [{"$mergeObjects": [*ended, own([o.entry for o in outcomes], outcomes)]}],
+                    "worker_states": [{"$mergeObjects": [*ended, per_outcome([o.entry for o in outcomes], outcomes)]}],
                     "timeout_cnt": 0,
                     "conflict_cnt": "$$REMOVE",
                     # Its dependents have to be told, and it is kept for them.
@@ -255,7 +257,7 @@ async def _note_stopped(store: Store, outcomes: Sequence[Outcome]) -> int:
         "$mergeObjects": [
             "$$this",
             {"state": "FAIL", "fail_time": store.now},
-            own([o.entry for o in outcomes], outcomes),
+            per_outcome([o.entry for o in outcomes], outcomes),
         ]
     }
     entries = {"$map": {"input": rules.ENTRIES, "in": {"$cond": [cancelled, ended, "$$this"]}}}
@@ -294,7 +296,7 @@ def _ended(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
     state = _STATE_OF[outcomes[0].kind]
     moment = "success_time" if state == "SUCCESS" else "fail_time"
     fields: Document = {"state": state, moment: now}
-    updates: list[rules.Expression] = ["$$this", fields, own([outcome.entry for outcome in outcomes], outcomes)]
+    updates: list[rules.Expression] = ["$$this", fields, per_outcome([outcome.entry for outcome in outcomes], outcomes)]
     if any(outcome.delay_ms is not None for outcome in outcomes):
         updates.append({"retry_time": {"$ifNull": [asked_for(outcomes, now), "$$REMOVE"]}})
     ended = {"$mergeObjects": updates}
@@ -312,7 +314,7 @@ def _ended(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
     stages: list[Document] = [{"$set": {"task_state": task_state}}]
     if state == "FAIL":
         stages.append(_oldest_fails_dropped())
-    return [*stages, reopened_if_requested(now, own([outcome.running_id for outcome in outcomes], outcomes))]
+    return [*stages, reopened_if_requested(now, per_outcome([outcome.running_id for outcome in outcomes], outcomes))]
 
 
 def _given_back(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]:
@@ -371,13 +373,16 @@ def _suspended(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
     """
     waits = [outcome.step or {} for outcome in outcomes]
     mine = {
-        "$filter": {"input": rules.STEPS, "cond": {"$eq": ["$$this.id", own([w.get("id") for w in waits], outcomes)]}}
+        "$filter": {
+            "input": rules.STEPS,
+            "cond": {"$eq": ["$$this.id", per_outcome([w.get("id") for w in waits], outcomes)]},
+        }
     }
     until: rules.Expression = {"$getField": {"field": "until", "input": {"$ifNull": [{"$first": mine}, {}]}}}
     recorded: Document = {}
     if any("record" in wait for wait in waits):
-        until = {"$ifNull": [until, {"$add": [now, own([wait.get("timeout_ms") for wait in waits], outcomes)]}]}
-        made = own([wait.get("record") for wait in waits], outcomes)
+        until = {"$ifNull": [until, {"$add": [now, per_outcome([wait.get("timeout_ms") for wait in waits], outcomes)]}]}
+        made = per_outcome([wait.get("record") for wait in waits], outcomes)
         fixed = {"$mergeObjects": [made, {"until": {"$ifNull": [until, "$$REMOVE"]}}]}
         longer = {
             "steps": {"$concatArrays": [rules.STEPS, [fixed]]},
@@ -391,12 +396,12 @@ def _suspended(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
             for name, value in longer.items()
         }
     events = {"$map": {"input": rules.SIGNALS, "in": "$$this.event"}}
-    arrived = {"$in": [own([wait.get("event") for wait in waits], outcomes), events]}
-    told = own(
+    arrived = {"$in": [per_outcome([wait.get("event") for wait in waits], outcomes), events]}
+    told = per_outcome(
         [{name: wait[name] for name in ("id", "kind", "name", "event") if name in wait} for wait in waits], outcomes
     )
     # Waiting for children is waiting for dependencies: the gate shuts, and the mark has it checked whether any is left.
-    joins = {"$eq": [own([wait.get("kind") for wait in waits], outcomes), "join"]}
+    joins = {"$eq": [per_outcome([wait.get("kind") for wait in waits], outcomes), "join"]}
     return recorded | {
         "waits_for": {"$cond": [joins, "run", {"$ifNull": ["$task_state.waits_for", "$$REMOVE"]}]},
         "ask_time": {"$cond": [joins, now, {"$ifNull": [rules.ASK_TIME, "$$REMOVE"]}]},
@@ -442,7 +447,7 @@ def _moved(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
     wanted_group = {"$ifNull": [f"{rules.MOVES_TO}.group", "$$REMOVE"]}
     return [
         # What the handler said.
-        {"$set": {"_next": own([outcome.entry for outcome in outcomes], outcomes)}},
+        {"$set": {"_next": per_outcome([outcome.entry for outcome in outcomes], outcomes)}},
         # The state of a task that nobody has tried in that queue.
         {
             "$set": {
@@ -463,7 +468,7 @@ def held_entry(outcomes: Iterable[Outcome]) -> rules.Expression:
     return {"$and": [{"$eq": ["$$this.state", "RUNNING"]}, {"$in": ["$$this.running_id", {"$literal": running_ids}]}]}
 
 
-def own(values: Sequence[Any], outcomes: Sequence[Outcome]) -> rules.Expression:
+def per_outcome(values: Sequence[Any], outcomes: Sequence[Outcome]) -> rules.Expression:
     """Return, for each document, the value at the place of its outcome: user data, so it stands in a `$literal`."""
     first = values[0]
     same = all(value == first and type(value) is type(first) for value in values)
@@ -477,7 +482,7 @@ def own(values: Sequence[Any], outcomes: Sequence[Outcome]) -> rules.Expression:
 
 def asked_for(outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expression:
     """Return the time before which `Retry` or `Snooze` want no worker to claim the task; null if nothing was requested."""
-    return {"$add": [now, own([outcome.delay_ms for outcome in outcomes], outcomes)]}
+    return {"$add": [now, per_outcome([outcome.delay_ms for outcome in outcomes], outcomes)]}
 
 
 def _resume_time(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
@@ -491,14 +496,14 @@ def _resume_time(outcomes: Sequence[Outcome], now: rules.Expression) -> Document
 def _announcement(kind: str, worker_id: str, outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expression:
     """Return the stamp of how executions ended, and of their progress, if they bring any."""
     unannounced = [outcome.progress_unannounced for outcome in outcomes]
-    progressed = own(unannounced, outcomes) if any(unannounced) else False
+    progressed = per_outcome(unannounced, outcomes) if any(unannounced) else False
     return stamp(kind, now, {"$literal": worker_id}, progressed=progressed)
 
 
 def _progress(outcomes: Sequence[Outcome]) -> Document:
     if all(outcome.progress is None for outcome in outcomes):
         return {}
-    newest = own([outcome.progress for outcome in outcomes], outcomes)
+    newest = per_outcome([outcome.progress for outcome in outcomes], outcomes)
     return {"progress": {"$ifNull": [newest, {"$ifNull": ["$task_state.progress", "$$REMOVE"]}]}}
 
 
@@ -506,7 +511,7 @@ def _progressed(outcomes: Sequence[Outcome]) -> Document:
     """Return the fields that progress sets while an execution goes on: it gets somewhere, so it does not kill its workers."""
     if not (fields := _progress(outcomes)):
         return {}
-    got_on = {"$ne": [own([outcome.progress for outcome in outcomes], outcomes), None]}
+    got_on = {"$ne": [per_outcome([outcome.progress for outcome in outcomes], outcomes), None]}
     return fields | {"timeout_cnt": {"$cond": [got_on, 0, "$task_state.timeout_cnt"]}}
 
 
@@ -551,7 +556,7 @@ async def report(store: Store, worker_id: str, outcomes: Sequence[Outcome]) -> i
     Progress resets `timeout_cnt`. Logs do not: a line that a handler logs before it kills its worker is no progress.
     """
     mine = held_entry(outcomes)
-    with_news = {"$mergeObjects": ["$$this", own([outcome.entry for outcome in outcomes], outcomes)]}
+    with_news = {"$mergeObjects": ["$$this", per_outcome([outcome.entry for outcome in outcomes], outcomes)]}
     entries = {"$map": {"input": rules.ENTRIES, "in": {"$cond": [mine, with_news, "$$this"]}}}
     stages: list[Document] = [
         # Logs go into the execution's entry, progress beside it.
@@ -563,7 +568,7 @@ async def report(store: Store, worker_id: str, outcomes: Sequence[Outcome]) -> i
     return int(reply["n"])
 
 
-async def standing(store: Store, outcomes: Sequence[Outcome]) -> dict[Outcome, Literal["recorded", "held", "lost"]]:
+async def whether_recorded(store: Store, outcomes: Sequence[Outcome]) -> dict[Outcome, Recorded]:
     """Return what became of outcomes whose write was not answered, or did not count for all.
 
     `recorded`: it is written. `held`: the entry is still live, so write it again. `lost`: somebody else has the task, or it is
@@ -584,12 +589,12 @@ async def standing(store: Store, outcomes: Sequence[Outcome]) -> dict[Outcome, L
     entries = {(task["_id"], entry["running_id"]): entry for task in found for entry in task["entries"]}
     tasks = {task["_id"]: task for task in found}
     return {
-        outcome: _standing(outcome, tasks.get(outcome.id), entries.get((outcome.id, outcome.running_id)))
+        outcome: _whether_recorded(outcome, tasks.get(outcome.id), entries.get((outcome.id, outcome.running_id)))
         for outcome in outcomes
     }
 
 
-def _standing(outcome: Outcome, task: Document | None, entry: Document | None) -> Literal["recorded", "held", "lost"]:
+def _whether_recorded(outcome: Outcome, task: Document | None, entry: Document | None) -> Recorded:
     if task is None:
         return "lost"
     if entry is None:

@@ -204,7 +204,7 @@ async def _treat_existing(
     return results
 
 
-async def _standing(store: Store, ids: list[str]) -> list[Document]:
+async def _existing(store: Store, ids: list[str]) -> list[Document]:
     """Read the fields by which a publish recognises its own tasks, and whether the tasks are past their retention."""
     fields = {**repeated.FIELDS, "forgotten": rules.is_forgotten(store.now)}
     return await store.find({"_id": {"$in": ids}}, fields) if ids else []
@@ -214,7 +214,7 @@ async def _replace_forgotten(store: Store, existing: dict[int, Publication], now
     """Publish afresh what is past its retention and not removed by the TTL monitor yet; leave the rest."""
     ids = {publication.id: i for i, publication in existing.items()}
     results = {i: Published(created=False) for i in existing}
-    for document in await _standing(store, list(ids)):
+    for document in await _existing(store, list(ids)):
         i = ids[document["_id"]]
         if document.get("publish_id") == existing[i].publish_id:
             results[i] = _CREATED  # an insert of ours that was made, and whose answer was lost
@@ -278,12 +278,12 @@ def _afresh(publication: Publication, now: datetime, at: rules.Expression) -> li
 async def _change_existing(store: Store, publication: Publication, now: datetime) -> Published:
     """Update an existing task as its publication asks."""
     for _ in range(10):
-        standing = await _standing(store, [publication.id])
-        if not standing:  # deleted in between
+        found = await _existing(store, [publication.id])
+        if not found:  # deleted in between
             if not await _insert(store, [publication], now):
                 return _CREATED
             continue
-        task = standing[0]
+        task = found[0]
         if (published := _already(publication, task)) is not None:
             return published
         if task["forgotten"]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 from pymongo import ReturnDocument
 
@@ -29,11 +29,12 @@ from taskmesh.store import rules
 from taskmesh.store.finish import (
     HANDLED_BY_SHORT_SUCCESS,
     Outcome,
+    Recorded,
     asked_for,
     at_work,
     held_entry,
     ids_by_claim,
-    own,
+    per_outcome,
     still_held_by,
 )
 from taskmesh.store.mongodb.driver import CODEC, Document, find_and_update
@@ -58,7 +59,7 @@ async def record(
     session: Any = None,
     deadline_ms: int = WRITE_DEADLINE_MS,
 ) -> int:
-    """Add a record to each of these tasks, all different. Return how many counted; if fewer than given, ask `stands`.
+    """Add a record to each of these tasks, all different. Return how many counted; if fewer than given, ask `whether_recorded`.
 
     Eligible: the execution's entry is live, the task RUNNING, and no record has this id. Writes: the record, `steps_bytes`,
     `timeout_cnt`, the lease (renewed by `lease_ms`), the derived fields.
@@ -98,7 +99,7 @@ async def _record_plain(
         for running_id, ids in ids_by_claim(outcomes).items()
     ]
     until = {"$arrayElemAt": [f"{rules.ENTRIES}.ping_expire_time", 0]}
-    left_ms = own([_young_ms(outcome.lease_ms) for outcome in outcomes], outcomes)
+    left_ms = per_outcome([_young_ms(outcome.lease_ms) for outcome in outcomes], outcomes)
     is_young = {"$gt": [until, {"$add": [now, left_ms]}]}
     query = {
         "$and": [
@@ -165,22 +166,22 @@ def _by_modifiers(worker_id: str, outcome: Outcome) -> tuple[Document, Document]
 
 def _is_new(outcomes: Sequence[Outcome]) -> rules.Expression:
     """Return whether no record of the task has this id."""
-    ids = own([(outcome.step or {})["id"] for outcome in outcomes], outcomes)
+    ids = per_outcome([(outcome.step or {})["id"] for outcome in outcomes], outcomes)
     return {"$not": [{"$in": [ids, {"$map": {"input": rules.STEPS, "in": "$$this.id"}}]}]}
 
 
 def _longer(outcomes: Sequence[Outcome], now: rules.Expression, until: Document) -> Document:
     """Return the records with one more, and how many bytes they have."""
     records = [outcome.step or {} for outcome in outcomes]
-    made = {"$mergeObjects": [own(records, outcomes), {"time": now}, _present(until)]}
+    made = {"$mergeObjects": [per_outcome(records, outcomes), {"time": now}, _present(until)]}
     return {
         "steps": {"$concatArrays": [rules.STEPS, [made]]},
-        "steps_bytes": {"$add": [_bytes, own([made["size"] for made in records], outcomes)]},
+        "steps_bytes": {"$add": [_bytes, per_outcome([made["size"] for made in records], outcomes)]},
     }
 
 
 async def record_start(store: Store, worker_id: str, outcome: Outcome, session: Any) -> bool:
-    """Record that children were started, in the transaction that inserts them. False: it does not count, ask `stands`.
+    """Record that children were started, in the transaction that inserts them. False: it does not count, ask `whether_recorded`.
 
     Children that this execution has started just before are in the same record, so that ten thousand of them cost only their
     names.
@@ -245,8 +246,10 @@ def _renewed(outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expres
     (More often, each record would move the task in every index that contains the end of the lease.)
     """
     leases = [outcome.lease_ms for outcome in outcomes]
-    later = {"$add": [now, own(leases, outcomes)]}
-    aged = {"$lte": ["$$this.ping_expire_time", {"$add": [now, own([_young_ms(ms) for ms in leases], outcomes)]}]}
+    later = {"$add": [now, per_outcome(leases, outcomes)]}
+    aged = {
+        "$lte": ["$$this.ping_expire_time", {"$add": [now, per_outcome([_young_ms(ms) for ms in leases], outcomes)]}]
+    }
     longer = {"$mergeObjects": ["$$this", {"ping_expire_time": later}]}
     mine = {"$and": [held_entry(outcomes), aged]}
     return {"$map": {"input": rules.ENTRIES, "in": {"$cond": [mine, longer, "$$this"]}}}
@@ -257,8 +260,8 @@ def _young_ms(lease_ms: int) -> int:
     return lease_ms - lease_ms // 4
 
 
-async def stands(store: Store, outcomes: Sequence[Outcome]) -> dict[Outcome, Literal["recorded", "held", "lost"]]:
-    """Return what became of records whose write was not answered, or did not count for all: see `finish.standing`."""
+async def whether_recorded(store: Store, outcomes: Sequence[Outcome]) -> dict[Outcome, Recorded]:
+    """Return what became of records whose write was not answered, or did not count for all: see `finish.whether_recorded`."""
     running_ids = {"$literal": sorted({outcome.running_id for outcome in outcomes})}
     mine = {"$and": [{"$in": ["$$this.running_id", running_ids]}, rules.is_live(store.now)]}
     fields: Document = {
@@ -273,7 +276,7 @@ async def stands(store: Store, outcomes: Sequence[Outcome]) -> dict[Outcome, Lit
     return {outcome: _stands(outcome, tasks.get(outcome.id)) for outcome in outcomes}
 
 
-def _stands(outcome: Outcome, task: Document | None) -> Literal["recorded", "held", "lost"]:
+def _stands(outcome: Outcome, task: Document | None) -> Recorded:
     if task is None or outcome.step is None:
         return "lost"
     wanted = outcome.step

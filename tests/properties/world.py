@@ -26,7 +26,7 @@ from taskmesh.model.option import TaskOption
 from taskmesh.store import Store, control, rules, schema
 from taskmesh.store.claim import CLAIMED_FIELDS, claim, claim_one, won
 from taskmesh.store.find import Claimable, ScanRange, Sort, get, scan, scan_leases, unfinished_left
-from taskmesh.store.finish import Outcome, finish, report, standing
+from taskmesh.store.finish import Outcome, finish, report, whether_recorded
 from taskmesh.store.pipeline.event_stamp import read_stamp
 from taskmesh.store.publication import Publication
 from taskmesh.store.publish import give_numbers, publish, publish_in_session
@@ -35,7 +35,8 @@ from taskmesh.store.renew import keep_places, ping, still_held
 from taskmesh.store.settle import settle
 from taskmesh.store.signals import signal
 from taskmesh.store.steps import record as write_record
-from taskmesh.store.steps import stands, take_signal
+from taskmesh.store.steps import take_signal
+from taskmesh.store.steps import whether_recorded as whether_record_stands
 from tests.chaos.reading import ANYBODY_ELSE, NEVER, ms, stripped
 from tests.properties.links import Links
 from tests.properties.oracle import Document, Oracle
@@ -255,7 +256,7 @@ class World:
             for o in outcomes
         )
         actual = await write_record(self.store, held[0].worker_id, outcomes)
-        fates = await stands(self.store, outcomes)
+        fates = await whether_record_stands(self.store, outcomes)
         return [(expected, actual), *((self._fate_of_step(outcome), fate) for outcome, fate in fates.items())]
 
     def _fate_of_step(self, outcome: Outcome) -> str:
@@ -299,7 +300,7 @@ class World:
             for o in outcomes
         )
         actual = await finish(self.store, held[0].worker_id, outcomes)
-        fates = await standing(self.store, outcomes)
+        fates = await whether_recorded(self.store, outcomes)
         return [
             (expected, actual),
             *((self._fate(outcome), fate) for outcome, fate in fates.items()),

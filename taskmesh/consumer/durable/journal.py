@@ -532,13 +532,13 @@ class Journal:
 
     async def _refused(self, outcome: Outcome) -> None:
         """The record was not written: raise why."""
-        stands = await patiently(lambda: steps.stands(self._journals.store, [outcome]))
-        if stands[outcome] == "held":
+        answers = await patiently(lambda: steps.whether_recorded(self._journals.store, [outcome]))
+        if answers[outcome] == "held":
             raise TaskFailed(
                 f"{self._label}: MongoDB refuses the record {outcome.step['name'] if outcome.step else ''!r}: the task would be "
                 "too large with it: return references from steps, and pass references in params"
             )
-        if stands[outcome] == "lost":
+        if answers[outcome] == "lost":
             raise self.lost()
 
     def lost(self) -> LeaseLost:

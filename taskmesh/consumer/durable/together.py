@@ -27,7 +27,7 @@ from taskmesh.model.errors import LeaseLost
 from taskmesh.store import Store
 from taskmesh.store.apart import put
 from taskmesh.store.clock import ServerClock
-from taskmesh.store.finish import Outcome, finish, standing
+from taskmesh.store.finish import Outcome, finish, whether_recorded
 from taskmesh.store.mongodb.server_errors import is_over_deadline, is_passing
 from taskmesh.store.publication import Publication
 from taskmesh.store.publish import publish_in_session
@@ -177,15 +177,15 @@ class Together:
     async def _still_to_do(self, todo: list[_Waiting]) -> list[_Waiting]:
         """Ask what became of them. Return those that are still held."""
         try:
-            stands = await standing(self._store, [waiting.outcome for waiting in todo])
+            answers = await whether_recorded(self._store, [waiting.outcome for waiting in todo])
         except PyMongoError:
-            stands = {}
+            answers = {}
         left: list[_Waiting] = []
         for waiting in todo:
-            stands_now = stands.get(waiting.outcome, "held")
-            if stands_now == "recorded":
+            answer = answers.get(waiting.outcome, "held")
+            if answer == "recorded":
                 waiting.end()
-            elif stands_now == "lost" or time.monotonic() > waiting.execution.lease_until:
+            elif answer == "lost" or time.monotonic() > waiting.execution.lease_until:
                 waiting.end(lost(waiting.outcome))
             else:
                 left.append(waiting)

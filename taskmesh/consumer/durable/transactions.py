@@ -187,8 +187,10 @@ class Transactions:
                 except LeaseLost:
                     if outcome is None:
                         raise
-                    stands = await steps.stands(self._store, [outcome])  # perhaps an answer was lost, not the lease
-                    if stands[outcome] != "recorded":
+                    answers = await steps.whether_recorded(
+                        self._store, [outcome]
+                    )  # perhaps an answer was lost, not the lease
+                    if answers[outcome] != "recorded":
                         raise
                     journal.remember(outcome)
                     return strangers

@@ -21,7 +21,7 @@ from pymongo.errors import PyMongoError
 from taskmesh.consumer.write_times import WriteTimes
 from taskmesh.store import Store, steps
 from taskmesh.store.apart import put
-from taskmesh.store.finish import Kind, Outcome, finish, standing
+from taskmesh.store.finish import Kind, Outcome, finish, whether_recorded
 from taskmesh.store.mongodb.server_errors import is_about_the_document, is_about_us, is_over_deadline, is_passing
 
 logger = logging.getLogger("taskmesh.finisher")
@@ -179,14 +179,14 @@ class Finisher:
     async def _still_to_do(self, todo: list[Item]) -> list[Item]:
         """Ask what became of outcomes whose write did not affect all of them. Return those that are still held."""
         try:
-            ask = steps.stands if todo[0][0].kind == "stepped" else standing
-            stands = await ask(self._store, [outcome for outcome, _ in todo])
+            ask = steps.whether_recorded if todo[0][0].kind == "stepped" else whether_recorded
+            answers = await ask(self._store, [outcome for outcome, _ in todo])
         except PyMongoError:
             return todo
         self._told_outage = False
-        self._tell([item for item in todo if stands[item[0]] == "recorded"], recorded=True)
-        self._tell([item for item in todo if stands[item[0]] == "lost"], recorded=False)
-        return [item for item in todo if stands[item[0]] == "held"]
+        self._tell([item for item in todo if answers[item[0]] == "recorded"], recorded=True)
+        self._tell([item for item in todo if answers[item[0]] == "lost"], recorded=False)
+        return [item for item in todo if answers[item[0]] == "held"]
 
     def _tell(self, items: list[Item], *, recorded: bool) -> None:
         for _, done in items:
