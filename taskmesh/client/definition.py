@@ -182,7 +182,7 @@ class TaskDefinition(Generic[P, R]):
         return cast("TaskHandle[R]", (await self.publisher.publish_all(self, {checked_key(key): named}))[0])
 
     async def publish_many(self, params_by_key: Mapping[str, Mapping[str, Any]], /) -> list[TaskHandle[R]]:
-        """Publish many tasks, about a thousand per round trip; handles in the order given.
+        """Publish many tasks, one or two thousand per round trip; handles in the order given.
 
         All are checked before any is written.
         """

@@ -9,7 +9,7 @@ from taskmesh.client.returns import PLAIN, Returns
 from taskmesh.client.tasks import UNSAID, Tasks
 from taskmesh.model.errors import TaskCancelled, TaskError, TaskExpired, TaskNotFound
 from taskmesh.model.flow import FlowStatus
-from taskmesh.model.task import Status, Task, checked_key, checked_name
+from taskmesh.model.task import Status, Task
 
 R = TypeVar("R")
 
@@ -29,10 +29,10 @@ class TaskHandle(Generic[R]):
         returns: Returns = PLAIN,
         not_before: float | None = None,
     ) -> None:
-        """`not_before`: when the task did not exist yet, on the monotonic clock. None if that is unknown."""
+        """`name` and `key` are valid ones. `not_before`: when the task did not exist yet (monotonic). None if that is unknown."""
         self.tasks = tasks
-        self.name = checked_name(name)
-        self.key = checked_key(key)
+        self.name = name
+        self.key = key
         self.created = created
         """True: inserted now. False: the key existed already."""
         self._is_due_a_result = created or updated

@@ -154,8 +154,8 @@ class Params:
 
     def _left_out(self, after: After | None) -> frozenset[str]:
         """Return the params that come from what the task waits for."""
-        marked = frozenset(self.from_dependencies)
-        return marked.union(after.params) if after is not None and after.params else marked
+        marked = self.from_dependencies
+        return frozenset(marked).union(after.params) if after is not None and after.params else frozenset(marked)
 
     def _check_left_out(self, left_out: frozenset[str], params: Mapping[str, Any]) -> None:
         """Raise `InvalidParams` for a param that is passed nevertheless, or that the handler does not have."""

@@ -1,6 +1,6 @@
 """Publishing: by definition or by name, with or without an event loop.
 
-All params are checked first; then they are inserted, about a thousand per round trip. If the answer is lost they are published
+All params are checked first; then they are inserted, one or two thousand per round trip. If the answer is lost they are published
 again: each publication is recognised by its `publish_id`, so nothing exists twice and `created` is that of the first attempt.
 """
 
@@ -130,7 +130,7 @@ class Publisher:
         params_by_key: Mapping[str, Mapping[str, Any]],
         **configuration: Unpack[PublishSettings],
     ) -> list[TaskHandle[Any]]:
-        """Publish many tasks by name, about a thousand per round trip; handles in the order given.
+        """Publish many tasks by name, one or two thousand per round trip; handles in the order given.
 
         Uses the option and queue of the definition if this mesh knows the name, else those that workers have registered,
         else the defaults. All are checked before any is written. Raises as `TaskDefinition.publish` does.
@@ -208,13 +208,14 @@ class Publisher:
         not_before = began if _end_is_announced(configuration) else None
         handles: list[TaskHandle[Any]] = []
         for publication, result in zip(publications, published, strict=True):
+            said = warnings if result.created else of_existing.get(publication.id, warnings)
             handle: TaskHandle[Any] = TaskHandle(
                 self._tasks,
                 definition.name,
                 publication.key,
                 created=result.created,
                 updated=result.updated,
-                warnings=[*_throttled(configuration, publication, result), *of_existing.get(publication.id, warnings)],
+                warnings=[_throttled(configuration, publication), *said] if result.throttled else said,
                 returns=definition.returns,
                 not_before=not_before if result.created else None,
             )
@@ -428,13 +429,12 @@ class Publisher:
         `apart`: large values may be stored separately, which the caller has to do. `publish_id`: shared by all tasks of one
         call; None: one of its own. Raises `TaskTooLarge` for what fits in no document.
         """
-        name = definition.name
-        sealed = self.payloads.codec_of(name) is not None
-        id_ = joined(name, key)
-        stored = self.payloads.sealed_params(id_, params)
+        name, payloads = definition.name, self.payloads
+        sealed = payloads.codec_of(name) is not None
+        stored = payloads.sealed_params(joined(name, key), params) if sealed else params
         put_apart: Sequence[Apart] = ()
-        if apart and self.payloads.is_large(size):
-            stored, put_apart, size = self.payloads.apart_params(id_, stored)
+        if apart and payloads.is_large(size):
+            stored, put_apart, size = payloads.apart_params(joined(name, key), stored)
         if size > MAX_BYTES:
             raise TaskTooLarge(
                 f"task {name!r}: params of {size} bytes fit in no document, and what a handler publishes is not stored apart: "
@@ -501,7 +501,9 @@ class Publisher:
     def handle(self, name: str, key: str) -> TaskHandle[Any]:
         """Return a handle to a task that was published before. See `TaskMesh.handle`."""
         definition = self.definitions.get(checked_name(name))
-        return TaskHandle(self._tasks, name, key, returns=PLAIN if definition is None else definition.returns)
+        return TaskHandle(
+            self._tasks, name, checked_key(key), returns=PLAIN if definition is None else definition.returns
+        )
 
     # --- from code without an event loop ---
 
@@ -579,11 +581,9 @@ def _end_is_announced(configuration: Configuration) -> bool:
     return configuration.expire_time is None and configuration.session is None
 
 
-def _throttled(configuration: Configuration, publication: Publication, published: Published) -> list[str]:
-    if not published.throttled:
-        return []
+def _throttled(configuration: Configuration, publication: Publication) -> str:
     label, ms = f"task {publication.name!r} {publication.key!r}", configuration.throttle_ms
-    return [f"{label} was published less than {ms} ms ago (throttle_ms), so this publication did nothing"]
+    return f"{label} was published less than {ms} ms ago (throttle_ms), so this publication did nothing"
 
 
 def _check_no_circle(publications: Sequence[Publication]) -> None:

@@ -172,7 +172,7 @@ class Configuration:
     @property
     def marks(self) -> dict[str, Any]:
         """Tags and fields that this publisher has set, as they are stored at the top of a task's document."""
-        return {**self.fields, **({"tags": list(self.tags)} if self.tags is not None else {})}
+        return {**self.fields, "tags": list(self.tags)} if self.tags is not None else dict(self.fields)
 
     @property
     def given_after(self) -> After | None:

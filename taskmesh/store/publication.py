@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 from zlib import crc32
 
 from bson import ObjectId
@@ -70,15 +71,16 @@ class Publication:
         return {**self.configuration.marks, **loop, "needs": words(self.configuration.needs)}
 
 
-def new_document(publication: Publication, now: datetime, option: Document | None = None) -> Document:
+def new_document(publication: Publication, now: datetime, option: Mapping[str, Any] | None = None) -> Document:
     """Return the document of a new task. `now`: the server's time as we know it. `option`: as it is stored, if known."""
     configuration = publication.configuration
     start_time = configuration.starts(now)
     number = publication.number or number_at(now)
     # The time of the call: so the index has tasks in the order of their numbers, however long each was on its way.
     called_for = min(now, moment_of(number))
+    id_ = publication.id
     document: Document = {
-        "_id": publication.id,
+        "_id": id_,
         "name": publication.name,
         "key": publication.key,
         "queue": configuration.queue,
@@ -95,7 +97,7 @@ def new_document(publication: Publication, now: datetime, option: Document | Non
         "status": "INIT",
         "next_claim_time": max(start_time, called_for) if start_time else called_for,
         "pinned": bool(configuration.option.specific_worker_ids),
-        "lane": lane_of(publication.id),
+        "lane": lane_of(id_),
         "publish_id": publication.publish_id,
         "publish_number": number,
     }
