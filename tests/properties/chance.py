@@ -115,8 +115,9 @@ class Chance:
         kind = self._kind(_OF_TASKS)
         if self._holding(world, group):
             further = 5 if self._able(world, group) else 0  # what several do to one task at once is the hardest
+            steps = 6 if self._stopping(world, group) else 2  # beside a handler that is on its way out
             kinds = (kind, "finish", "ping", "report", "cancel", "step", "wait", "claim")
-            kind = self.random.choices(kinds, (5, 4, 1, 1, 1, 2, 2, further))[0]
+            kind = self.random.choices(kinds, (5, 4, 1, 1, 1, steps, 2, further))[0]
         elif self._stopping(world, group) and self.random.random() < 0.6:
             shares = {"note_stopped": 4, "keep_place": 2, "retry": 2, "publish": 2}
             kind = self._kind(shares | dict.fromkeys(("finish", "report", "ping", "delete", "claim"), 1))
@@ -290,13 +291,15 @@ class Chance:
         )
 
     def _signal(self, world: World, group: list[str]) -> Document:
-        """Mostly to one that is there, now and then with an id that was used before."""
+        """Mostly to one that is there, now and then with an id that it has had before."""
         there = [id_ for id_ in group if world.oracles[id_].document is not None] or group
+        task = self.random.choice(there if self.random.random() < 0.9 else group)
+        had = world.oracles[task].signal_ids
         self.serial += 1
         return {
-            "task": self.random.choice(there if self.random.random() < 0.9 else group),
+            "task": task,
             "event": self.random.choice(EVENTS),
-            "signal_id": f"s{self.serial}" if self.random.random() < 0.8 else f"s{self.random.randrange(self.serial)}",
+            "signal_id": self.random.choice(had) if had and self.random.random() < 0.25 else f"s{self.serial}",
             "payload": self.random.choice(({}, 7, "$x", {"$literal": 1})),
             "size": self.random.choice((10, 10, 600_000)),
         }

@@ -466,14 +466,22 @@ class Oracle:
             self.derive(now)
         return made
 
+    @property
+    def signal_ids(self) -> list[str]:
+        """The ids of the signals that it has consumed, in whatever stage, and of those in its mailbox."""
+        if self.document is None:
+            return []
+        before: Entries = [record for stage in self.state.get("stages") or [] for record in stage["steps"]]
+        records: Entries = [*before, *(self.state.get("steps") or [])]
+        consumed = [record["signal_id"] for record in records if record.get("signal_id")]
+        return [*consumed, *(signal["id"] for signal in self.state.get("signals") or [])]
+
     def signal(self, event: str, signal_id: str, payload: Any, size: int, now: datetime) -> str:
         """Put a signal into the mailbox, and wake who waits for it."""
         if self.document is None or self.forgotten(now):
             return "absent"
         signals: Entries = self.state.get("signals") or []
-        before: Entries = [record for stage in self.state.get("stages") or [] for record in stage["steps"]]
-        consumed = [record.get("signal_id") for record in (*before, *(self.state.get("steps") or []))]
-        if signal_id in [*consumed, *(signal["id"] for signal in signals)]:
+        if signal_id in self.signal_ids:
             return "known"
         if self.finished(now):
             return "finished"
