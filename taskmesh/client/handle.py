@@ -39,10 +39,14 @@ class TaskHandle(Generic[R]):
         """Whether nobody has read the result of what this handle published."""
         self.updated = updated
         """Whether an existing task was changed."""
-        self.warnings = list(warnings)
-        """Why no worker could run the task when it was published, by what was known of workers and queues two seconds before."""
+        self._warnings = warnings
         self._returns = returns
         self._not_before = not_before
+
+    @property
+    def warnings(self) -> list[str]:
+        """Why no worker could run the task when it was published, by what was known of workers and queues two seconds before."""
+        return list(self._warnings)
 
     def is_published(self, *, created: bool) -> None:
         """Note that the flow of which it is a member was published."""
