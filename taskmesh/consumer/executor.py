@@ -136,7 +136,7 @@ class Executor:
 
         All of them are registered before the first handler runs, since that may block the loop.
         """
-        for execution in [self._known(document, running_id, claim_sent) for document in documents]:
+        for execution in [self._new_execution(document, running_id, claim_sent) for document in documents]:
             task = self._first_steps.begun(self._handle(execution), f"task {execution.id}")
             if not task.done():
                 execution.task = task
@@ -144,7 +144,7 @@ class Executor:
             elif not execution.judged:  # an error of our own
                 self._handler_ended(execution, None, _error_of(task))
 
-    def _known(self, document: Document, running_id: str, claim_sent: float) -> Execution:
+    def _new_execution(self, document: Document, running_id: str, claim_sent: float) -> Execution:
         """Create the execution of a claimed task: it holds a slot, and its lease is renewed."""
         execution = Execution(
             document,

@@ -15,7 +15,7 @@ async def until(event: asyncio.Event, seconds: float | None) -> bool:
     return event.is_set()
 
 
-def by_chance(longest: float) -> float:
+def random_up_to(longest: float) -> float:
     """Return a random time up to this, so that those who collided do not collide again."""
     return random.uniform(0, longest)  # noqa: S311 — nobody gains by guessing it
 

@@ -265,8 +265,8 @@ def _retry_opens(worker: Expression) -> Expression:
     growth = {"$pow": ["$task_option.unexpected_retry_backoff", {"$min": [{"$subtract": [failures, 1]}, 100]}]}
     grown = {"$min": [{"$max": [_ONE_DAY_MS, delay]}, {"$multiply": [delay, growth]}]}
     # The random share was drawn when the failure was written, so that every reader computes the same moment.
-    by_chance = {"$multiply": ["$task_option.unexpected_retry_jitter", {"$ifNull": ["$$last.retry_jitter", 0]}]}
-    ordinary = {"$add": ["$$last.fail_time", {"$toLong": {"$multiply": [grown, {"$add": [1, by_chance]}]}}]}
+    jitter = {"$multiply": ["$task_option.unexpected_retry_jitter", {"$ifNull": ["$$last.retry_jitter", 0]}]}
+    ordinary = {"$add": ["$$last.fail_time", {"$toLong": {"$multiply": [grown, {"$add": [1, jitter]}]}}]}
     # An exact time from `Retry` takes precedence over the option.
     opens = {
         "$let": {

@@ -22,7 +22,7 @@ from typing import Any
 from pymongo.errors import PyMongoError
 
 from taskmesh.consumer.run.execution import Execution
-from taskmesh.consumer.timing import by_chance
+from taskmesh.consumer.timing import random_up_to
 from taskmesh.model.errors import LeaseLost
 from taskmesh.store import Store
 from taskmesh.store.apart import put
@@ -131,7 +131,7 @@ class Together:
                     await self._refused(todo, at[-1] if at else None, error, beside=beside)
                     return
                 tried += 1
-                await asyncio.sleep(by_chance(longest))
+                await asyncio.sleep(random_up_to(longest))
                 longest = min(longest * 2, _LONGEST_WAIT_S)
             else:
                 for waiting in todo:

@@ -26,7 +26,7 @@ from taskmesh.consumer.run.outcome import stored_success
 from taskmesh.consumer.run.pinger import Pinger
 from taskmesh.consumer.run.recording import Entry, Recorder, failed, inside, returns_of, stored
 from taskmesh.consumer.run.reporter import Reporter
-from taskmesh.consumer.timing import by_chance
+from taskmesh.consumer.timing import random_up_to
 from taskmesh.model.errors import (
     InvalidKey,
     LeaseLost,
@@ -197,7 +197,7 @@ class Transactions:
                 else:
                     journal.remember(outcome)
                     return strangers
-            await asyncio.sleep(by_chance(longest))
+            await asyncio.sleep(random_up_to(longest))
             longest = min(longest * 1.5, _LONGEST_WAIT_S)
 
     def step_in_thread(
@@ -264,7 +264,7 @@ class Transactions:
         execution.writes_held_back = True
         try:
             await self._reporter.written()
-            await self._pinger.postpone(execution, limit_s + _PING_AFTER_LIMIT_S)
+            await self._pinger.pause_pings(execution, limit_s + _PING_AFTER_LIMIT_S)
             if not await self._extended(execution, lease_s):
                 raise _lost(execution.name, execution.key)  # noqa: TRY301 — undoes what was begun
         except BaseException:
@@ -474,7 +474,7 @@ async def _step_again(
                 record = await side.end(outcome)
         if outcome is not None:
             return record
-        await pause(by_chance(longest))
+        await pause(random_up_to(longest))
         longest = min(longest * 1.5, _LONGEST_WAIT_S)
 
 
@@ -580,7 +580,7 @@ async def _again(
                 raise
         else:
             return value
-        await pause(by_chance(longest))
+        await pause(random_up_to(longest))
         longest = min(longest * 1.5, _LONGEST_WAIT_S)
 
 

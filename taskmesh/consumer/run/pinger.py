@@ -103,7 +103,7 @@ class Pinger:
                 execution.next_ping = min(execution.next_ping, time.monotonic() + execution.ping_every_s)
             self._changed.notify()
 
-    async def postpone(self, execution: Execution, seconds: float) -> None:
+    async def pause_pings(self, execution: Execution, seconds: float) -> None:
         """Pause the pings of an execution for so long. On return none of them is on its way."""
 
         def wait_for_the_round() -> None:

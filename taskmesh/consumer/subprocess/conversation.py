@@ -115,13 +115,13 @@ class Conversation:
                 child.connection.send(call)
                 outcome = self._listen(child)
             except (EOFError, OSError):
-                death = self._death(child)
+                death = self._after_death(child)
                 if death is None:
                     continue
                 return death
             except Exception as error:  # noqa: BLE001 — a handler can make its process say anything
                 child.kill()
-                self._buried(child)
+                self._reaped(child)
                 text = f"the handler's process was killed, since it sent an invalid message: {reason_of(error).text}"
                 return _raising(ProcessDied(text))
             finally:
@@ -136,10 +136,10 @@ class Conversation:
             if self._child is not None:
                 self._child.lease_until(self._execution.lease_until)
 
-    def _death(self, child: Child) -> Callable[[], Any] | None:
+    def _after_death(self, child: Child) -> Callable[[], Any] | None:
         """Clean up after a dead child. Return a function that raises the execution's error. None: the call had not begun."""
         ended_itself = child.saw_its_lease_end
-        code = self._buried(child)
+        code = self._reaped(child)
         if ended_itself:
             return _raising(self._lease_lost())
         if not self._begun:
@@ -157,17 +157,17 @@ class Conversation:
             "process was suspended, or its machine overloaded"
         )
 
-    def _buried(self, child: Child) -> int:
+    def _reaped(self, child: Child) -> int:
         with self._lock:
             self._child = None
-        return self._children.bury(child)
+        return self._children.reap(child)
 
     def _release(self, child: Child) -> None:
         with self._lock:
             self._child = None
             killed = self._killed
         if killed:  # cancelled at the very moment of its end: it is dead or dying
-            self._children.bury(child)
+            self._children.reap(child)
         else:
             self._children.give_back(child)
 

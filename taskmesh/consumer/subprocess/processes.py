@@ -170,7 +170,7 @@ class Processes:
         if not keep:
             threading.Thread(target=child.dismiss, name="taskmesh child ends", daemon=True).start()
 
-    def bury(self, child: Child) -> int:
+    def reap(self, child: Child) -> int:
         """Clean up after a child that died or has to die. Return its exit code."""
         with self._lock:
             self._busy.discard(child)
