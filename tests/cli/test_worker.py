@@ -154,6 +154,34 @@ def test_sigusr1_dumps_stacks_and_running_keys_and_it_goes_on(taskmesh: Shell) -
     assert worker.stop() == 0
 
 
+_NO_STACK = """
+
+class NoStack(asyncio.Task):
+    def print_stack(self, **_):
+        raise TypeError("as Python's own does for a frame that has no line yet")
+
+
+@mesh.lifespan
+async def beside():
+    waiting = NoStack(asyncio.sleep(600), name="without a stack")
+    yield
+    waiting.cancel()
+"""
+
+
+def test_a_stack_that_cannot_be_written_ends_no_worker(taskmesh: Shell) -> None:
+    """An exception in the handler of a signal comes out of whatever code the signal has interrupted."""
+    app = taskmesh.directory / "app.py"
+    app.write_text(app.read_text() + _NO_STACK)
+    worker = taskmesh.worker("--worker-id", "w1")
+    worker.signal(signal.SIGUSR1)
+    worker.says("--- end")
+    assert "its stack cannot be written (TypeError)" in worker.err
+    taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}')
+    taskmesh.until("SUCCESS", "add", "k")
+    assert worker.stop() == 0
+
+
 def test_it_takes_the_modules_own_place_unless_told_otherwise(taskmesh: Shell) -> None:
     taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}')
     own = {"APP_URI": taskmesh.uri, "TASKMESH_URI": "", "TASKMESH_DATABASE": ""}

@@ -278,18 +278,28 @@ def dump_on_signal(consumer: Consumer) -> None:
     loop = asyncio.get_running_loop()
 
     def dump(_number: int, _frame: FrameType | None) -> None:
-        running = consumer.running
-        say = sys.stderr.write
-        say(f"--- worker {consumer.worker_id}: {consumer.state}, {len(running)} running\n")
-        for key in running[:_MOST]:
-            say(f"    {output.printable(key)}\n")
-        say("--- threads\n")
-        sys.stderr.flush()
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        say("--- tasks of the event loop\n")
-        for task in list(asyncio.all_tasks(loop))[:_MOST]:
-            task.print_stack(limit=8, file=sys.stderr)
-        say("--- end\n")
-        sys.stderr.flush()
+        # Raised here, an exception would come out of whatever code the signal has interrupted, and end the worker.
+        with contextlib.suppress(Exception):
+            _write_stacks(consumer, loop)
 
     signal.signal(signal.SIGUSR1, dump)
+
+
+def _write_stacks(consumer: Consumer, loop: asyncio.AbstractEventLoop) -> None:
+    """Write to standard error what runs, and where each thread and each task of the loop is."""
+    running = consumer.running
+    say = sys.stderr.write
+    say(f"--- worker {consumer.worker_id}: {consumer.state}, {len(running)} running\n")
+    for key in running[:_MOST]:
+        say(f"    {output.printable(key)}\n")
+    say("--- threads\n")
+    sys.stderr.flush()
+    faulthandler.dump_traceback(sys.stderr, all_threads=True)
+    say("--- tasks of the event loop\n")
+    for task in list(asyncio.all_tasks(loop))[:_MOST]:
+        try:
+            task.print_stack(limit=8, file=sys.stderr)
+        except Exception as error:  # noqa: BLE001 — Python 3.11 does for a frame that has no line yet (TypeError)
+            say(f"{task!r}: its stack cannot be written ({type(error).__name__})\n")
+    say("--- end\n")
+    sys.stderr.flush()
