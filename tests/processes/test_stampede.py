@@ -45,6 +45,7 @@ def _know_each_other(documents: Collection[dict[str, Any]]) -> bool:
     return all(worker["last_seen"] > newest for worker in living if worker["start_time"] != newest)
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 async def test_t14_throughput_does_not_fall_as_processes_are_added(
     fleet: Fleet, handlers: Handlers, documents: Collection[dict[str, Any]]
@@ -68,6 +69,7 @@ async def test_t14_throughput_does_not_fall_as_processes_are_added(
     assert min(rates.values()) > 0.4 * rates[1], rates
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 async def test_t14_what_a_killed_worker_leaves_is_worked_off_as_fast_as_the_rest(
     fleet: Fleet, handlers: Handlers, documents: Collection[dict[str, Any]]
