@@ -213,10 +213,10 @@ def unanswered_outcomes_are_taken_for_recorded(replace: Replace) -> None:
 def unanswered_outcomes_are_taken_for_lost(replace: Replace) -> None:
     """Who gets no answer takes it that somebody else has the task by now."""
 
-    async def standing(_: Any, outcomes: list[finish.Outcome]) -> Any:
+    async def taken_for_lost(_: Any, outcomes: list[finish.Outcome]) -> Any:
         return dict.fromkeys(outcomes, "lost")
 
-    replace(finisher, "standing", standing)
+    replace(finisher, "whether_recorded", taken_for_lost)
 
 
 # --- the stream ---
