@@ -116,10 +116,11 @@ async def test_a_scan_reads_as_much_as_is_taken_until_the_next_and_not_a_thousan
         async with working(mesh, "w", concurrency=10) as consumer:
             scanner = parts_of(consumer).scanner
             await eventually(lambda: scanner.scans >= 4, what="it has scanned some times")
-    first, *others = [each["nreturned"] for each in operations if each.get("command", {}).get("hint") == _IN_ORDER]
-    assert first == 1_000, "how much it will take it does not know yet"
-    assert others
-    assert max(others) <= 600, others  # 250 of a quiet machine: ten slots, a tenth of a second for each
+    pages = [each["nreturned"] for each in operations if each.get("command", {}).get("hint") == _IN_ORDER]
+    assert len(pages) > 1
+    # One page is large: how much it will take it does not know yet. The others are of ten slots, a tenth of a second for each:
+    # 250 on a quiet machine.
+    assert sum(size > 600 for size in pages) <= 1, pages
 
 
 async def test_one_change_event_is_delivered_for_a_task(mesh: TaskMesh, mongo_uri: str, database: str) -> None:
