@@ -28,7 +28,7 @@ from taskmesh.model.dependency import After
 from taskmesh.model.errors import InvalidOption, InvalidParams, TaskMeshError, TaskNotFound, TaskTooLarge
 from taskmesh.model.labels import words
 from taskmesh.model.option import MOST_WORKERS
-from taskmesh.model.task import Task, checked_key, checked_name, joined, task_id
+from taskmesh.model.task import Task, checked_key, checked_name, task_id, unchecked_id
 from taskmesh.model.worker import able_workers
 from taskmesh.store import Store, apart, find
 from taskmesh.store.apart import Apart
@@ -431,10 +431,10 @@ class Publisher:
         """
         name, payloads = definition.name, self.payloads
         sealed = payloads.codec_of(name) is not None
-        stored = payloads.sealed_params(joined(name, key), params) if sealed else params
+        stored = payloads.sealed_params(unchecked_id(name, key), params) if sealed else params
         put_apart: Sequence[Apart] = ()
         if apart and payloads.is_large(size):
-            stored, put_apart, size = payloads.apart_params(joined(name, key), stored)
+            stored, put_apart, size = payloads.apart_params(unchecked_id(name, key), stored)
         if size > MAX_BYTES:
             raise TaskTooLarge(
                 f"task {name!r}: params of {size} bytes fit in no document, and what a handler publishes is not stored apart: "

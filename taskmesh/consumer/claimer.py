@@ -332,7 +332,7 @@ class Claimer:
         self.won += len(documents)
         to_start = []
         for document in documents:
-            self._candidates.forget_aside(document["_id"])
+            self._candidates.no_longer_aside(document["_id"])
             lease_s = document["task_option"]["worker_timeout_ms"] / 1000
             if took > _SPENT_SHARE * lease_s or not self._life.claims:
                 slot = self._limits.given_back(document["_id"])

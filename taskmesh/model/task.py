@@ -458,7 +458,7 @@ def _before_acceptance(inserted: dict[str, Any]) -> dict[str, Any]:
     Raises `IncompatibleCollection` for what no worker ever accepts.
     """
     id_, name, key = (inserted.get(field) for field in ("_id", "name", "key"))
-    if id_ != joined(name, key):
+    if id_ != unchecked_id(name, key):
         raise no_task(id_, f"its _id must be name:key, of its name {shown(name)} and its key {shown(key)}")
     wanted, published = inserted.get("configuration"), inserted.get("publish_time")
     queue = wanted.get("queue", "default") if isinstance(wanted, dict) else "default"
@@ -468,10 +468,10 @@ def _before_acceptance(inserted: dict[str, Any]) -> dict[str, Any]:
 
 def task_id(name: str, key: str) -> str:
     """Return the `_id` of a task, after checking its parts. Raises `InvalidName`, `InvalidKey`."""
-    return joined(checked_name(name), checked_key(key))
+    return unchecked_id(checked_name(name), checked_key(key))
 
 
-def joined(name: Any, key: Any) -> str:
+def unchecked_id(name: Any, key: Any) -> str:
     """Return the `_id` of a task whose name and key have been checked."""
     return f"{name}:{key}"
 

@@ -12,7 +12,7 @@ from bson import ObjectId
 
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.labels import words
-from taskmesh.model.task import joined
+from taskmesh.model.task import unchecked_id
 from taskmesh.store.apart import Apart
 from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.numbers import moment_of, number_at
@@ -60,7 +60,7 @@ class Publication:
     @property
     def id(self) -> str:
         """The `_id` of the task."""
-        return joined(self.name, self.key)
+        return unchecked_id(self.name, self.key)
 
     @property
     def marks(self) -> Document:

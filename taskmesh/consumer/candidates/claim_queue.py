@@ -243,7 +243,7 @@ class ClaimQueue:
         """Whether a task has been set aside since its last successful claim."""
         return id_ in self._aside
 
-    def forget_aside(self, id_: str) -> None:
+    def no_longer_aside(self, id_: str) -> None:
         """Forget that a task was set aside, since it could be claimed."""
         self._aside.pop(id_, None)
 

@@ -187,9 +187,8 @@ class Transactions:
                 except LeaseLost:
                     if outcome is None:
                         raise
-                    answers = await steps.whether_recorded(
-                        self._store, [outcome]
-                    )  # perhaps an answer was lost, not the lease
+                    # Perhaps an answer was lost, not the lease.
+                    answers = await steps.whether_recorded(self._store, [outcome])
                     if answers[outcome] != "recorded":
                         raise
                     journal.remember(outcome)

@@ -14,7 +14,7 @@ from taskmesh.store import rules
 from taskmesh.store.mongodb.driver import Document
 
 ALONE: Document = {"task_option.concurrent_worker_cnt": 1}
-"""The condition of every short form: the task is for one worker at a time."""
+"""A condition of the short claim and of the short SUCCESS: the task is for one worker at a time."""
 
 
 def without_others(whole: rules.Expression, handled: Collection[str]) -> Document:
