@@ -173,7 +173,7 @@ class _Workers:
             await child.ended()
 
     async def start(self, name: str, *more: str) -> Child:
-        command = [sys.executable, "-m", "taskmesh.cli", "worker", "taskmesh.cli.demo_tasks:mesh", "--worker-id", name]
+        command = [sys.executable, "-m", "taskmesh", "worker", "taskmesh.cli.demo_tasks:mesh", "--worker-id", name]
         child = self._children[name] = Child(name, [*command, "--concurrency", str(_CONCURRENCY), *more])
         with (self._directory / f"{name}.log").open("wb") as log:
             await child.start(self._life[0], self._environment, log.fileno())

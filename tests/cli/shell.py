@@ -306,7 +306,7 @@ class Shell:
         out, err = self._files()
         with out.open("wb") as printed, err.open("wb") as logged:
             process = subprocess.Popen(
-                ["nohup", sys.executable, "-m", "taskmesh.cli", *words],
+                ["nohup", sys.executable, "-m", "taskmesh", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=logged,

@@ -84,6 +84,12 @@ def test_help_and_version_end_with_0(taskmesh: Shell) -> None:
         assert "Usage" in taskmesh.done(command, "--help").out
 
 
+def test_the_package_can_be_run_as_a_module() -> None:
+    command = [sys.executable, "-m", "taskmesh", "--version"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, f"taskmesh {distribution.VERSION}\n")
+
+
 UNREACHABLE: list[tuple[str, str]] = [
     ("mongodb://127.0.0.1:1/?serverSelectionTimeoutMS=200", "no MongoDB answers at 127.0.0.1:1"),
     ("mongodb://127.0.0.1:x/", "the MongoDB URI cannot be used: "),

@@ -69,7 +69,7 @@ class WorkerOptions:
 
         The URI travels by environment.
         """
-        words = [sys.executable, "-m", "taskmesh.cli", "worker", self.target, "--worker-id", worker_id]
+        words = [sys.executable, "-m", "taskmesh", "worker", self.target, "--worker-id", worker_id]
         words += ["--concurrency", str(self.concurrency), "--grace-ms", str(self.grace_ms)]
         words += ["--log-level", self.log_level, "--log-format", self.log_format]
         for name, values in (("--queues", self.queues), ("--names", self.names)):
