@@ -110,6 +110,7 @@ async def test_tasks_due_now_start_within_milliseconds(mesh: TaskMesh) -> None:
     assert statistics.median(started_late_by_s(task) for task in tasks) < 0.1
 
 
+@pytest.mark.timed  # a second attempt is in its place if the stream reports the failure before the tasks in between have run
 async def test_m8_tasks_run_by_priority_then_attempts_then_as_published(mesh: TaskMesh) -> None:
     ran: list[tuple[str, int]] = []
     numbers = random.Random(7)
