@@ -21,7 +21,7 @@ QUICK := -m "not slow and not chaos and not failover and not browser and not nod
 # Arguments that are handed on: `make test ARGS="-k fencing -x"`, `make demo ARGS=--help`
 ARGS ?=
 
-.PHONY: help install demo test test-web test-packaging test-node screenshots test-all lint format bench bench-peers chaos soak docs docs-site clean
+.PHONY: help install demo test test-web test-packaging test-node test-cli test-chaos screenshots test-all lint format bench bench-peers chaos soak docs docs-site clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ test-web: $(INSTALLED) ## Click through the dashboard in a headless Chromium (ap
 
 test-node: $(INSTALLED) ## Build the Node client, and test it beside Python workers (apt-get install nodejs npm)
 	$(BIN)/python -m pytest -m node tests/node $(ARGS)
+
+test-cli: $(INSTALLED) ## Run the slow tests of the command line: signals, supervisor, probes, the demo
+	$(BIN)/python -m pytest -n 2 -m slow tests/cli $(ARGS)
 
 screenshots: $(INSTALLED) ## Take the screenshots of docs/web.md anew, in Chromium
 	TASKMESH_SCREENSHOTS=docs/web $(BIN)/python -m pytest tests/browser/test_every_page.py tests/browser/test_token.py $(ARGS)
