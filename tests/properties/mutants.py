@@ -60,13 +60,13 @@ def links() -> Iterator[tuple[str, Mutant]]:
     kept = {"$and": [rules.HAS_DEPENDENTS, {"$cond": ANYTHING}]}
     yield "what others wait for is not kept", result(rules, "derivation", kept, False)
     yield "what blocks its line is not kept", result(rules, "derivation", _BLOCKS, False)
-    back_or_there = {"$or": [ANYTHING, _IN_LINE]}
-    yield "begun anew, it is not back in line", result(rules, "derivation", back_or_there, _IN_LINE)
+    back_or_there = rules.derivation()[-1]["$set"]["task_state.in_line"]["$cond"][0]
+    _, still_there = back_or_there["$or"]
+    yield "begun anew, it is not back in line", result(rules, "derivation", back_or_there, still_there)
     yield "begun anew, it has its old place", replaced(rules, "NEXT_PLACE", {"$ifNull": ["$task_state.place", 0]})
     before_its_turn = {"$cond": [{"$and": [ANYTHING, _HAS_A_LINE]}, rules.NEVER, None]}
     yield "begun anew, it seems to have its turn", result(rules, "derivation", before_its_turn, None)
-    unfinished_there = {"$and": [{"$not": ANYTHING}, back_or_there]}
-    yield "what is finished stays in line", result(rules, "derivation", unfinished_there, _IN_LINE)
+    yield "what is finished stays in line", result(rules, "derivation", still_there, _IN_LINE)
 
 
 _HAS_A_LINE = {"$gt": [rules.LINE, None]}

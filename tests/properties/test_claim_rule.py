@@ -40,6 +40,21 @@ async def test_what_is_begun_anew_is_asked_about_and_stands_in_line_again(shelf:
     assert not differing({id_: image(oracle.document) for id_, oracle in shelf.oracles.items()}, stored)
 
 
+async def test_what_is_finished_leaves_its_line_unless_it_blocks_it(shelf: Shelf) -> None:
+    """What stood in line when it was last written, and is finished by its entries: as with its outcome."""
+    of_a_line = {"task_state.line": {"$exists": True}}
+    await shelf.store.driver.collection(shelf.store.tasks).update_many(
+        of_a_line, {"$set": {"task_state.in_line": True}}
+    )
+    await shelf.store.driver.collection(shelf.store.tasks).update_many({}, rules.derivation(BEGIN))
+    stored = {id_: image(document) for id_, document in (await shelf.documents()).items()}
+    for oracle in shelf.oracles.values():
+        if "line" in oracle.state:
+            oracle.state["in_line"] = True
+        oracle.derive(BEGIN)
+    assert not differing({id_: image(oracle.document) for id_, oracle in shelf.oracles.items()}, stored)
+
+
 async def test_t11_when_a_worker_may_claim_is_what_the_oracle_says(shelf: Shelf) -> None:
     for later in _LATER_MS:
         shelf.later(later)

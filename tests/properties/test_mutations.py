@@ -58,3 +58,4 @@ async def _compared(shelf: Shelf) -> None:
     shelf.later(0)
     await test_claim_rule.test_the_derived_fields_follow_from_the_entries(shelf)
     await test_claim_rule.test_what_is_begun_anew_is_asked_about_and_stands_in_line_again(shelf)
+    await test_claim_rule.test_what_is_finished_leaves_its_line_unless_it_blocks_it(shelf)
