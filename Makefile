@@ -24,7 +24,7 @@ ARGS ?=
 .PHONY: help install demo test test-web test-packaging test-node test-cli test-chaos screenshots test-all lint format bench bench-peers chaos soak docs docs-site clean
 
 help: ## Say what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Create .venv with everything in it, in the versions of constraints.txt
 

@@ -34,6 +34,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (not item.get_closest_marker("timed"), not item.get_closest_marker("lasting")))
 
 
+def pytest_collection_finish() -> None:
+    """Keep what was imported and collected: looking through it for garbage was a tenth of the tests' processor time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Keep tests that are about time and all others apart."""
@@ -44,10 +51,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
     """Start the server of the whole session before the first test, which may be one about time."""
-    # What was imported and collected stays: looking through it again and again was a tenth of the tests' processor time.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD)
     with ExitStack() as stack:
         wanted = any("mongod" in item.fixturenames for item in session.items if isinstance(item, pytest.Function))
         if wanted and not session.config.option.collectonly:

@@ -24,20 +24,16 @@ _LATER_MS = (0, 1, 999, 1_000, 2_500, 3_000)
 
 async def test_the_derived_fields_follow_from_the_entries(shelf: Shelf) -> None:
     """`next_claim_time` is the earliest moment of any worker; `settle_time` when time alone will finish the task."""
-    await shelf.store.driver.collection(shelf.store.tasks).update_many({}, rules.derivation(BEGIN))
-    stored = {id_: image(document) for id_, document in (await shelf.documents()).items()}
-    assert not differing({id_: image(oracle.document) for id_, oracle in shelf.oracles.items()}, stored)
+    await _the_engine_derives_the_same(shelf)
 
 
 async def test_what_is_begun_anew_is_asked_about_and_stands_in_line_again(shelf: Shelf) -> None:
     """What was finished when it was last written, and is not by its entries: as after a retry."""
     await shelf.store.driver.collection(shelf.store.tasks).update_many({}, {"$set": {"status": "FAIL"}})
-    await shelf.store.driver.collection(shelf.store.tasks).update_many({}, rules.derivation(BEGIN))
-    stored = {id_: image(document) for id_, document in (await shelf.documents()).items()}
     for oracle in shelf.oracles.values():
         oracle.document["status"] = "FAIL"
         oracle.derive(BEGIN)
-    assert not differing({id_: image(oracle.document) for id_, oracle in shelf.oracles.items()}, stored)
+    await _the_engine_derives_the_same(shelf)
 
 
 async def test_what_is_finished_leaves_its_line_unless_it_blocks_it(shelf: Shelf) -> None:
@@ -46,12 +42,16 @@ async def test_what_is_finished_leaves_its_line_unless_it_blocks_it(shelf: Shelf
     await shelf.store.driver.collection(shelf.store.tasks).update_many(
         of_a_line, {"$set": {"task_state.in_line": True}}
     )
-    await shelf.store.driver.collection(shelf.store.tasks).update_many({}, rules.derivation(BEGIN))
-    stored = {id_: image(document) for id_, document in (await shelf.documents()).items()}
     for oracle in shelf.oracles.values():
         if "line" in oracle.state:
             oracle.state["in_line"] = True
         oracle.derive(BEGIN)
+    await _the_engine_derives_the_same(shelf)
+
+
+async def _the_engine_derives_the_same(shelf: Shelf) -> None:
+    await shelf.store.driver.collection(shelf.store.tasks).update_many({}, rules.derivation(BEGIN))
+    stored = {id_: image(document) for id_, document in (await shelf.documents()).items()}
     assert not differing({id_: image(oracle.document) for id_, oracle in shelf.oracles.items()}, stored)
 
 
