@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.lasting]
 
 WITH = {
     "cli": "from taskmesh.cli.app import app",
-    "cron": "import taskmesh; taskmesh.TaskMesh().task(name='x', cron='* * * * *')(lambda: 1)",
+    "cron": "import taskmesh; taskmesh.TaskMesh().task(name='x', cron='0 * * * * *')(lambda: 1)",
     "embedded": "from taskmesh.embedded import find_mongod; assert find_mongod()",
     "encryption": (
         "from taskmesh.integrations.encryption import AESCodec; AESCodec(keys={'a': AESCodec.new_key()}, current='a')"
@@ -129,7 +130,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def installed(tmp_path: Path) -> Callable[..., Path]:
     """Install something into an empty environment, and return its Python."""
 
-    def install(what: str, python: str = sys.executable) -> Path:
+    def install(what: str, python: str = sys.executable, constraints: Path = ROOT / "constraints.txt") -> Path:
         run(python, "-m", "venv", "--without-pip", tmp_path / "env", cwd=tmp_path)
         own = tmp_path / "env/bin/python"
         pip = (
@@ -142,12 +143,18 @@ def installed(tmp_path: Path) -> Callable[..., Path]:
             "--quiet",
             "--no-compile",
             "--constraint",
-            ROOT / "constraints.txt",
+            constraints,
         )
         run(*pip, what, cwd=tmp_path)
         return own
 
     return install
+
+
+def declared() -> dict[str, Any]:
+    """What pyproject.toml says of the project."""
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return project
 
 
 def found_or_skipped(version: str) -> str:
@@ -185,8 +192,23 @@ def test_with_all_extras_a_task_runs_on_the_embedded_mongod(
     assert run(python, "one.py", cwd=tmp_path).splitlines()[-1] == "42"
 
 
+def test_the_oldest_releases_that_are_declared_will_do(
+    built: dict[str, Path], installed: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Who pins these gets a command line that starts, a dashboard, and a task that runs."""
+    extras = declared()["optional-dependencies"]
+    asked = [*declared()["dependencies"], *(each for extra in WITH.keys() - {"pydantic-ai"} for each in extras[extra])]
+    (tmp_path / "oldest.txt").write_text("\n".join(each.replace(">=", "==") for each in asked))
+    python = installed(f"{built['wheel']}[all]", constraints=tmp_path / "oldest.txt")
+    for extra in WITH.keys() - {"pydantic-ai"}:  # brings a newer pydantic, and is not in `all`
+        run(python, "-c", WITH[extra], cwd=tmp_path)
+    assert "worker" in run(python.with_name("taskmesh"), "--help", cwd=tmp_path)
+    (tmp_path / "one.py").write_text(ONE_TASK)
+    assert run(python, "one.py", cwd=tmp_path).splitlines()[-1] == "42"
+
+
 def test_every_extra_is_tried() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = declared()["optional-dependencies"]
     assert WITH.keys() == extras.keys() - {"all", "dev"}
 
 
