@@ -28,10 +28,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 if sys.platform != "win32":
     import fcntl
+    import resource
 
 USERS = "users.lock"
 WATCHDOG = "watchdog.lock"
@@ -48,6 +50,8 @@ _HOST = "127.0.0.1"
 _PORT_ATTEMPTS = 5
 _STOP_DEADLINE_S = 30.0
 _PR_SET_PDEATHSIG = 1
+_ENOUGH_FILES = 64_000  # what MongoDB's manual recommends ("UNIX ulimit Settings")
+_MOST_FILES_OF_MACOS = 10_240  # its kernel refuses more than OPEN_MAX, even where it says "unlimited"
 
 
 class Watchdog:
@@ -76,7 +80,7 @@ class Watchdog:
         (self._directory / STATE).unlink(missing_ok=True)
 
     def _serve(self, port: int) -> int:
-        with (self._directory / DATA / MONGOD_LOG).open("wb") as log:
+        with (self._directory / DATA / MONGOD_LOG).open("wb") as log, many_files():
             process = subprocess.Popen(
                 [*self._command, "--port", str(port)],
                 stdin=subprocess.DEVNULL,
@@ -128,6 +132,27 @@ class Watchdog:
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != self._pid:  # it died before we asked
             os._exit(1)
+
+
+@contextlib.contextmanager
+def many_files() -> Iterator[None]:
+    """Let the process that is started within have as many open files as the system allows it.
+
+    mongod holds one for each collection and each index, and ends when it gets no more. Most systems give a process 1024
+    (macOS 256) unless it asks: a dozen databases of taskmesh.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for wished in (_ENOUGH_FILES, _MOST_FILES_OF_MACOS):
+        allowed = wished if hard == resource.RLIM_INFINITY else min(wished, hard)
+        if soft == resource.RLIM_INFINITY or soft >= allowed:
+            break
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+            break
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def open_lock(path: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -64,6 +65,23 @@ def test_threads_that_attach_at_the_same_instant_share_one_server(place: Path) -
     for server in held:
         assert psutil.pid_exists(server.pid)
         server.close()
+        server.close()
+
+
+def test_it_may_open_what_the_system_allows_and_not_what_a_shell_begins_with(place: Path) -> None:
+    """200 collections are 400 files; with 1024 of them, as most shells have, the tests of this project ended theirs."""
+    begun_with = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, begun_with[1]))
+    try:
+        server = attach(place)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, begun_with)
+    try:
+        with MongoClient[dict[str, object]](server.uri) as client:
+            for number in range(200):
+                client.app.create_collection(f"things{number}")
+            assert client.admin.command("ping")["ok"]
+    finally:
         server.close()
 
 
