@@ -130,7 +130,7 @@ def test_systemd_takes_the_units(unit: str, tmp_path: Path) -> None:
     text = (DEPLOY / unit).read_text()
     wanted = re.findall(r"^ExecStart=(\S+)", text, re.MULTILINE)
     assert wanted == ["/opt/app/.venv/bin/taskmesh"]
-    text = text.replace(wanted[0], str(Path(sys.executable).with_name("taskmesh")))
+    text = text.replace(wanted[0], f'"{Path(sys.executable).with_name("taskmesh")}"')
     (tmp_path / unit).write_text(text)
     assert unit not in accepted("systemd-analyze", "verify", tmp_path / unit)
     (tmp_path / unit).write_text(text.replace("RestartSec=", "RestartSecs="))
