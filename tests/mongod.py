@@ -16,7 +16,7 @@ from typing import Self
 
 from taskmesh.embedded import find_mongod, replica
 from taskmesh.embedded.mongod import HOST, last_log_line, mongod_command
-from taskmesh.embedded.watchdog import MONGOD_LOG, PORT_TAKEN, many_files
+from taskmesh.embedded.watchdog import MONGOD_LOG, PORT_TAKEN, allow_many_files
 from taskmesh.model.errors import EmbeddedUnavailable
 
 _PORT_ATTEMPTS = 5
@@ -189,9 +189,10 @@ class Mongod:
         self.stop()
 
     def _spawn(self, port: int) -> subprocess.Popen[bytes]:
+        allow_many_files()
         # Without --logpath mongod logs to its standard output: one file for everything that it says, and no
         # files renamed at each start. It tells of the last run alone.
-        with (self.dbpath / MONGOD_LOG).open("wb") as log, many_files():
+        with (self.dbpath / MONGOD_LOG).open("wb") as log:
             return subprocess.Popen(
                 [*self._command, "--port", str(port)],
                 stdin=subprocess.DEVNULL,

@@ -28,7 +28,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 if sys.platform != "win32":
@@ -50,8 +49,8 @@ _HOST = "127.0.0.1"
 _PORT_ATTEMPTS = 5
 _STOP_DEADLINE_S = 30.0
 _PR_SET_PDEATHSIG = 1
-_ENOUGH_FILES = 64_000  # what MongoDB's manual recommends ("UNIX ulimit Settings")
-_MOST_FILES_OF_MACOS = 10_240  # its kernel refuses more than OPEN_MAX, even where it says "unlimited"
+# MongoDB's manual recommends 64 000 ("UNIX ulimit Settings"); macOS refuses more than its OPEN_MAX.
+_ENOUGH_FILES = 10_240 if sys.platform == "darwin" else 64_000
 
 
 class Watchdog:
@@ -73,6 +72,7 @@ class Watchdog:
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda _number, _frame: self._stop_mongod())
         end_leftover(self._directory / DATA)
+        allow_many_files()
         threading.Thread(target=self._stop_after_the_last_user, daemon=True).start()
         for _ in range(_PORT_ATTEMPTS):
             if self._stopping.is_set() or self._serve(self._choose_port()) != PORT_TAKEN:
@@ -80,7 +80,7 @@ class Watchdog:
         (self._directory / STATE).unlink(missing_ok=True)
 
     def _serve(self, port: int) -> int:
-        with (self._directory / DATA / MONGOD_LOG).open("wb") as log, many_files():
+        with (self._directory / DATA / MONGOD_LOG).open("wb") as log:
             process = subprocess.Popen(
                 [*self._command, "--port", str(port)],
                 stdin=subprocess.DEVNULL,
@@ -134,25 +134,16 @@ class Watchdog:
             os._exit(1)
 
 
-@contextlib.contextmanager
-def many_files() -> Iterator[None]:
-    """Let the process that is started within have as many open files as the system allows it.
+def allow_many_files() -> None:
+    """Let this process, and those that it starts, have as many open files as the system allows them.
 
     mongod holds one for each collection and each index, and ends when it gets no more. Most systems give a process 1024
     (macOS 256) unless it asks: a dozen databases of taskmesh.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for wished in (_ENOUGH_FILES, _MOST_FILES_OF_MACOS):
-        allowed = wished if hard == resource.RLIM_INFINITY else min(wished, hard)
-        if soft == resource.RLIM_INFINITY or soft >= allowed:
-            break
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-            break
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    allowed = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(_ENOUGH_FILES, hard)
+    if 0 <= soft < allowed:  # RLIM_INFINITY is -1 on Linux
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def open_lock(path: Path) -> int:

@@ -10,7 +10,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,15 @@ def declared() -> dict[str, Any]:
     return project
 
 
+def works(python: Path, extras: Iterable[str], directory: Path) -> None:
+    """Each of these extras does what it is for, the command line starts, and a task runs."""
+    for extra in extras:
+        run(python, "-c", WITH[extra], cwd=directory)
+    assert "worker" in run(python.with_name("taskmesh"), "--help", cwd=directory)
+    (directory / "one.py").write_text(ONE_TASK)
+    assert run(python, "one.py", cwd=directory).splitlines()[-1] == "42"
+
+
 def found_or_skipped(version: str) -> str:
     python = interpreter(version)
     if python is None:
@@ -184,27 +193,18 @@ def test_the_core_works_alone_and_names_the_extra_that_is_missing(
 def test_with_all_extras_a_task_runs_on_the_embedded_mongod(
     version: str, built: dict[str, Path], installed: Callable[..., Path], tmp_path: Path
 ) -> None:
-    python = installed(f"{built['wheel']}[all,pydantic-ai]", found_or_skipped(version))
-    for script in WITH.values():
-        run(python, "-c", script, cwd=tmp_path)
-    assert "worker" in run(python.with_name("taskmesh"), "--help", cwd=tmp_path)
-    (tmp_path / "one.py").write_text(ONE_TASK)
-    assert run(python, "one.py", cwd=tmp_path).splitlines()[-1] == "42"
+    works(installed(f"{built['wheel']}[all,pydantic-ai]", found_or_skipped(version)), WITH, tmp_path)
 
 
 def test_the_oldest_releases_that_are_declared_will_do(
     built: dict[str, Path], installed: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Who pins these gets a command line that starts, a dashboard, and a task that runs."""
+    of_all = WITH.keys() - {"pydantic-ai"}  # which brings a newer pydantic
     extras = declared()["optional-dependencies"]
-    asked = [*declared()["dependencies"], *(each for extra in WITH.keys() - {"pydantic-ai"} for each in extras[extra])]
+    asked = [*declared()["dependencies"], *(each for extra in of_all for each in extras[extra])]
     (tmp_path / "oldest.txt").write_text("\n".join(each.replace(">=", "==") for each in asked))
-    python = installed(f"{built['wheel']}[all]", constraints=tmp_path / "oldest.txt")
-    for extra in WITH.keys() - {"pydantic-ai"}:  # brings a newer pydantic, and is not in `all`
-        run(python, "-c", WITH[extra], cwd=tmp_path)
-    assert "worker" in run(python.with_name("taskmesh"), "--help", cwd=tmp_path)
-    (tmp_path / "one.py").write_text(ONE_TASK)
-    assert run(python, "one.py", cwd=tmp_path).splitlines()[-1] == "42"
+    works(installed(f"{built['wheel']}[all]", constraints=tmp_path / "oldest.txt"), of_all, tmp_path)
 
 
 def test_every_extra_is_tried() -> None:
