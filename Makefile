@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CODE := $(wildcard taskmesh tests benchmarks examples)
 
-# Where it is set, every process of taskmesh would compile all modules anew: half a second each.
+# Where it is set, every process of taskmesh would compile all modules again: half a second each.
 unexport PYTHONDONTWRITEBYTECODE
 
 # How many tests run at once, each group with a mongod of its own: most of them wait more than they compute.
@@ -51,7 +51,7 @@ test-node: $(INSTALLED) ## Build the Node client, and test it beside Python work
 test-cli: $(INSTALLED) ## Run the slow tests of the command line: signals, supervisor, probes, the demo
 	$(BIN)/python -m pytest -n 2 -m slow tests/cli $(ARGS)
 
-screenshots: $(INSTALLED) ## Take the screenshots of docs/web.md anew, in Chromium
+screenshots: $(INSTALLED) ## Take the screenshots of docs/web.md again, in Chromium
 	TASKMESH_SCREENSHOTS=docs/web $(BIN)/python -m pytest tests/browser/test_every_page.py tests/browser/test_token.py $(ARGS)
 
 test-all: $(INSTALLED) ## Run all tests but chaos, browser and node ones: also the slow ones, and failover on three mongods

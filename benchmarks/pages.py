@@ -165,7 +165,7 @@ def asked(mesh: TaskMesh, some: dict[str, Any]) -> dict[str, Callable[[], Awaita
         "workers": mesh.workers,
         "queues": mesh.queues.all,
         "doctor": mesh.inspect.doctor,
-        "top: counts taken anew": mesh.stats,
+        "top: counts taken again": mesh.stats,
     }
 
 

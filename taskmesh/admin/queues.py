@@ -289,7 +289,7 @@ class Queues:
         """Let a queue pause automatically when `share` (0.5: half) of its newest `of_last` executions failed. None: never.
 
         While it is paused that way, one task is let through every `canary_ms`, in the whole fleet; when one of them SUCCEEDs,
-        the queue is open again, and starts counting anew. `resume` opens it at once. Failures are those of executions, retried
+        the queue is open again, and counts from zero. `resume` opens it at once. Failures are those of executions, retried
         or not; lost ones are not counted. The setting outlives the process. Raises `InvalidOption`.
         """
         who = audit.author(by)

@@ -236,7 +236,7 @@ async def undo(
 ) -> None:
     """Undo what `retry`, `cancel` or `delete --where` did within the last hour, or list such actions.
 
-    Tasks to which something has happened since (claimed, published anew) stay as they are.
+    Tasks to which something has happened since (claimed, published again) stay as they are.
     """
     if action is None:
         nothing = "there were no bulk actions within the last month"

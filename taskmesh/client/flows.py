@@ -95,7 +95,7 @@ class Flow:
         return await self._flows.cancel(self.key)
 
     async def retry(self) -> FlowStatus:
-        """Start the members anew that did not end as SUCCESS."""
+        """Restart the members that did not end as SUCCESS."""
         return await self._flows.retry(self.key)
 
 

@@ -140,7 +140,7 @@ class Loops:
                 await loops.forget(self._store, publication.name, publication.configuration.queue, per, kept)
 
     async def leave(self) -> None:
-        """Delete the loops that only this worker could run. A worker that starts under the same id publishes them anew."""
+        """Delete the loops that only this worker could run. A worker that starts under the same id publishes them again."""
         own = [id_ for id_, publication in self._publications.items() if (publication.loop or {})["per"] == "worker"]
         if own:
             try:

@@ -142,7 +142,7 @@ class TaskmeshDurability(BaseDurabilityCapability[AgentDepsT]):
         return conversation_id_from_run_id(run_id) if self.in_durable_context else None
 
     async def get_run_start_time(self, run_id: str) -> datetime | None:
-        """Return when a run with a `timeout` began first: recorded, so that a resumption does not begin its time anew."""
+        """Return when a run with a `timeout` began first: recorded, so that a resumption does not restart the clock."""
         if not self.in_durable_context:
             return None
         return await current_task().step(_step_name(f"{self.name}__run_start_time", run_id), _now)

@@ -191,7 +191,7 @@ class Configuration:
 
     @property
     def begins_anew(self) -> bool:
-        """Whether an existing task that is finished may start anew."""
+        """Whether an existing task that is finished may restart."""
         return self.runs_again or self.clean_success or self.clean_failed
 
 

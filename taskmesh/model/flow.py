@@ -70,7 +70,7 @@ class FlowStatus(ReadOnly):
         return await self._on().cancel(self.key)
 
     async def retry(self) -> FlowStatus:
-        """Start the members anew that did not end as SUCCESS, and no others. Return the flow as it stands after that."""
+        """Restart the members that did not end as SUCCESS, and no others. Return the flow as it stands after that."""
         return await self._on().retry(self.key)
 
     def _on(self) -> FlowActions:

@@ -117,7 +117,7 @@ class Loss(_Stored):
 
 
 class Leaving(_Stored):
-    """An execution from before the task was started anew, or from before its worker was excluded, whose handler may be at work.
+    """An execution from before the task was restarted, or from before its worker was excluded, whose handler may be at work.
 
     It keeps its place until its worker says that the handler has ended, or its lease is over.
     """

@@ -115,19 +115,19 @@ def retry_pipeline(now: rules.Expression, *, fresh: bool = False) -> list[Docume
     }
     # A finished task starts its life again: no entries, no counts; it need not repeat what it has recorded.
     times = {"start_time": None, "expire_time": expire_time}
-    anew = restarted_state(now, times) if fresh else fresh_state(now, {**times, **recorded})
+    restarted = restarted_state(now, times) if fresh else fresh_state(now, {**times, **recorded})
     return [
         # One of the two, and a stamp that wakes the workers.
         {
             "$set": {
-                "task_state": {"$cond": [waiting, due, anew]},
+                "task_state": {"$cond": [waiting, due, restarted]},
                 "event": stamp("retried", now),
                 **({"params": first_params_if(True)} if fresh else {}),
             }
         },
         # The delays of `Retry` and `Snooze` are removed: merging objects cannot do that.
         {"$unset": "task_state.resume_time"},
-        # Its dependencies are linked anew, and checked: one may have been deleted and published again.
+        # Its dependencies are linked again, and checked: one may have been deleted and published again.
         {
             "$set": {
                 "task_state.unlinked": {"$cond": [_waits, True, {"$ifNull": ["$task_state.unlinked", "$$REMOVE"]}]},

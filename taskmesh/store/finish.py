@@ -190,7 +190,7 @@ async def _finish_plain(
         # All of it at once: the rule has nothing to sort out.
         {
             "$set": {
-                # The entry is a SUCCESS, and the counters that it ends start anew.
+                # The entry is a SUCCESS, and the counters that it ends are 0 again.
                 "task_state": {
                     "worker_states": [{"$mergeObjects": [*ended, per_outcome([o.entry for o in outcomes], outcomes)]}],
                     "timeout_cnt": 0,
@@ -335,7 +335,7 @@ def _given_back(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Docu
 def _looped(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]:
     """Remove the entries, and let the tasks rest until they run again: what ended well was one round of many.
 
-    Failures remain visible, and are counted anew, so that a backoff grows with failures in a row. Records belonged to this
+    Failures remain visible, and are counted from zero, so that a backoff grows with failures in a row. Records belonged to this
     round; signals that were not consumed are for the next.
     """
     mine = held_entry(outcomes)
@@ -411,10 +411,10 @@ def _suspended(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
 
 
 def _moved(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]:
-    """Start the task anew in the queue that its handler named, with the params it gave. What ended here is a stage of it."""
+    """Restart the task in the queue that its handler named, with the params it gave. What ended here is a stage of it."""
     mine = held_entry(outcomes)
     entry = {"$first": {"$filter": {"input": rules.ENTRIES, "cond": mine}}}
-    # The first stage is where the task starts when it is started anew: where a publication meanwhile has put it.
+    # The first stage is where the task starts when it is restarted: where a publication meanwhile has put it.
     begins_in = {"$cond": [STAGED, "$queue", {"$ifNull": [f"{rules.MOVES_TO}.queue", "$queue"]}]}
     stage = {
         "queue": begins_in,
@@ -431,7 +431,7 @@ def _moved(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
     first_and_newest = {"$concatArrays": [{"$slice": [stages, 1]}, {"$slice": [stages, -(KEPT_STAGES - 2)]}]}
     before = {"$cond": [{"$lt": [{"$size": stages}, KEPT_STAGES]}, stages, first_and_newest]}
     version = {"$add": [{"$ifNull": ["$task_state.params_version", 0]}, 1]}
-    anew = fresh_state(
+    restarted = fresh_state(
         now,
         {
             "stages": {"$concatArrays": [before, ended]},
@@ -451,7 +451,7 @@ def _moved(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
         # The state of a task that nobody has tried in that queue.
         {
             "$set": {
-                "task_state": {"$mergeObjects": [anew]},
+                "task_state": {"$mergeObjects": [restarted]},
                 "queue": "$_next.queue",
                 "group": {"$cond": [{"$gt": [rules.MOVES_TO, None]}, wanted_group, "$group"]},
                 "params": {"$ifNull": ["$_next.params", "$params"]},

@@ -160,7 +160,7 @@ async def cancel(store: Store, ids: Sequence[str]) -> None:
 
 
 async def retry(store: Store, ids: Sequence[str]) -> None:
-    """Start those of these tasks anew that are finished."""
+    """Restart those of these tasks that are finished."""
     now = store.now
     running = rules.with_facts(now, {"$in": [rules.status(now), ["INIT", "RUNNING", "SUCCESS"]]})
     for part in in_parts(ids):

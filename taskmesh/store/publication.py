@@ -49,7 +49,7 @@ class Publication:
     apart: Sequence[Apart] = ()
     """Params that are stored separately, and have to be written first."""
     sealed: bool = False
-    """Whether its params are encrypted. Then the key that a worker needs is stored anew with them."""
+    """Whether its params are encrypted. Then the key that a worker needs is stored again with them."""
     loop: Document | None = None
     """How it repeats, if it is a loop (see `Loop.stored`)."""
     number: int = 0

@@ -503,8 +503,8 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
     if configuration.runs_again:
         again = restarted_state(at, {"wanted": {"$add": [{"$ifNull": ["$task_state.wanted", 0]}, 1]}})
         one_more = {"$mergeObjects": ["$task_state", {"wanted": again["wanted"]}]}
-        # A running task is counted as requested once more, and starts anew when it ends; any other, or one to be replaced,
-        # starts anew now: what runs is stopped, and keeps its place until its handler has ended.
+        # A running task is counted as requested once more, and restarts when it ends; any other, or one to be replaced,
+        # restarts now: what runs is stopped, and keeps its place until its handler has ended.
         goes_on = False if configuration.replace_running else running
         begun = {"task_state": {"$cond": [goes_on, one_more, again]}, "params": first_params_if({"$not": [goes_on]})}
         stages.append({"$set": begun})
@@ -520,7 +520,7 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
         )
     }
     if configuration.begins_anew:
-        # A finished task is published anew, behind what waits; a waiting task keeps its place.
+        # A finished task goes behind what waits; a waiting task keeps its place.
         keeps = {"$or": [unchanged, "$_before.waits"]}
         own_number = {"$ifNull": ["$publish_number", "$$REMOVE"]}
         marks["publish_number"] = {"$cond": [keeps, own_number, publication.number or number_at(now)]}
@@ -566,7 +566,7 @@ def _of_params(configuration: Configuration) -> Document:
     """Return whether the task gets the params of this publication (`params_follow`), and whether none changes (`params_stay`).
 
     The params are those with which the task starts. A task that has moved on by `Next` keeps the params that its handler gave
-    it, until it starts anew; if its handler gave none, or this publication moves the task, it gets these, too.
+    it, until it restarts; if its handler gave none, or this publication moves the task, it gets these, too.
     """
     follow: rules.Expression = {"$not": [STAGED]}
     if not configuration.runs_again:
@@ -641,7 +641,7 @@ def _runs_again(interval_ms: int, at: rules.Expression) -> rules.Expression:
 
 
 def _moves(configuration: Configuration) -> rules.Expression:
-    """Return where the task has to go. A task that has moved on by `Next` and runs again starts anew in that queue."""
+    """Return where the task has to go. A task that has moved on by `Next` and runs again restarts in that queue."""
     moves_to = _moves_to(configuration.placed)
     if not configuration.runs_again or "queue" not in configuration.placed:
         return moves_to

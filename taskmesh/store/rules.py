@@ -34,7 +34,7 @@ ENTRIES = "$task_state.worker_states"
 LEAVING: Expression = {"$cond": [{"$isArray": ["$task_state.leaving"]}, "$task_state.leaving", []]}
 """The executions of earlier lives of the task that may not have ended yet: `running_id`, worker and lease of each.
 
-A task that is started anew (retried, published again) while a handler of it cleans up, or that excludes its worker, keeps
+A task that is restarted (retried, published again) while a handler of it cleans up, or that excludes its worker, keeps
 the handler's place here. It counts for room and for "not twice", and for nothing else, until its worker says that it has
 ended, or its lease has."""
 MOVES_TO = "$task_state.moves_to"
@@ -57,7 +57,7 @@ LINE = "$task_state.line"
 """The line that the task stands in, if it has a sequence key (`store/relations/sequences.py`). While its gate is shut it is
 `in_line`; `place` is a different number each time."""
 NEXT_PLACE: Expression = {"$add": [{"$ifNull": ["$task_state.place", 0]}, 1]}
-"""The place of a task that joins its line anew."""
+"""The place of a task that joins its line again."""
 STEPS: Expression = {"$ifNull": ["$task_state.steps", []]}
 """What executions have recorded: values of steps, sleeps, waits. The field `steps_bytes` exists from the first record on."""
 SIGNALS: Expression = {"$ifNull": ["$task_state.signals", []]}
@@ -407,7 +407,7 @@ def ended_by_time() -> Expression:
 
 
 def _settle_time() -> Expression:
-    """Return when the stored status, or place, becomes wrong by time alone, so that somebody has to write it anew."""
+    """Return when the stored status, or place, becomes wrong by time alone, so that somebody has to write it again."""
     # What moves with this very write need not be moved later.
     to_move = {"$and": [{"$gt": [MOVES_TO, None]}, {"$not": [_moves]}]}
     return {"$min": [ended_by_time(), {"$cond": [to_move, {"$max": "$$live.ping_expire_time"}, None]}]}
@@ -430,7 +430,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
     """
     stored = {field: f"${field}" for field in ("status", "next_claim_time", "settle_time")}
     was_finished = {"$not": [{"$in": [{"$ifNull": ["$status", "INIT"]}, ["INIT", "RUNNING"]]}]}
-    # A finished task has left its line: started anew, it joins it again, at another place.
+    # A finished task has left its line: restarted, it joins it again, at another place.
     back_in_line = {"$and": [was_finished, {"$gt": [LINE, None]}]}
     unfinished = {
         "status": "$$status",
@@ -460,7 +460,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
         }
     }
     finished = {"$not": [{"$in": ["$_derived.status", ["INIT", "RUNNING"]]}]}
-    # Somebody has to check when a task with dependents is finished, or no longer is; or one with dependencies starts anew.
+    # Somebody has to check when a task with dependents is finished, or no longer is; or one with dependencies restarts.
     has_children = {"$eq": ["$task_state.has_children", True]}
     waits_anew = {"$and": [was_finished, _waits_for_others]}
     concerns_others = {"$or": [HAS_DEPENDENTS, has_children, waits_anew, {"$gt": [LINE, None]}]}

@@ -76,7 +76,7 @@ async def _settle(store: Store, query: Document, deadline_ms: int) -> int:
     pipeline = [
         # The entries without the lost ones, and a stamp that tells whose they were.
         {"$set": {"task_state": rules.with_facts(now, state), "event": stamp("settled", now, lost=lost)}},
-        # If it was published to run again meanwhile, it starts anew instead of ending.
+        # If it was published to run again meanwhile, it restarts instead of ending.
         reopened_if_requested(now),
         # The status that time alone has brought about, and no `settle_time` any more.
         *prepared(rules.derivation, now),

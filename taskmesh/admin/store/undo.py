@@ -165,7 +165,7 @@ async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tup
                         "leaving": "$$REMOVE",
                         "place": {"$cond": [has_line, place, "$$REMOVE"]},
                     },
-                    # One with a sequence key has left its line meanwhile, whatever it was: if it waits, it stands there anew.
+                    # One with a sequence key has left its line meanwhile, whatever it was: if it waits, it joins it again.
                     "status": {"$cond": [has_line, "DELETED", {"$ifNull": ["$status", "$$REMOVE"]}]},
                     "event": stamp("restored", now),
                     "bulk_id": {"$literal": undone},

@@ -42,7 +42,7 @@ class FailureCounts:
         asked = {queue: document for queue, document in settings.items() if document.get("failure_pause")}
         now = {queue: document.get("failing") is not None for queue, document in asked.items()}
         for queue, failing in now.items():
-            if failing != self._failing.get(queue):  # it starts counting anew
+            if failing != self._failing.get(queue):  # it counts from zero
                 self._ended.pop(queue, None)
             if failing and not self._failing.get(queue):
                 paused = asked[queue]["failing"]

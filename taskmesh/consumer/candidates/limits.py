@@ -345,7 +345,7 @@ class Limits:
         return pause
 
     def _reopen_all(self, given_back: Iterable[Place]) -> None:
-        """Try again where slots were given back: what waits for them here has to ask anew."""
+        """Try again where slots were given back: what waits for them here has to ask again."""
         for place in {place for queue, group in given_back for place in ((queue, group), (queue, None))}:
             if place in self._shut and place not in self._rate_used_up:
                 self._reopen(place)

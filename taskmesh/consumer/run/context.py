@@ -340,7 +340,7 @@ class TaskContext(_Context):
         """Return the results of this task's dependencies, by `(name, key)`, in the order of `after`.
 
         Each has the type that its handler is annotated to return, if this process knows the handler. A dependency that did not
-        end as SUCCESS (`on_dependency_failure="run"`), or was started anew since, is represented by a `TaskError`, which is
+        end as SUCCESS (`on_dependency_failure="run"`), or was restarted since, is represented by a `TaskError`, which is
         returned and not raised.
         """
         return await self._running.dependencies()

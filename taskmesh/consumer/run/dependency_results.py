@@ -21,7 +21,7 @@ from taskmesh.store.payloads import Payloads, unmarked
 from taskmesh.store.relations.dependencies import waited_for
 
 _LOOKS_AGAIN_MS = 2_000
-"""How long a task is put off if one of its params is the result of a dependency that has been started anew."""
+"""How long a task is put off if one of its params is the result of a dependency that has been restarted."""
 
 
 class DependencyResults:
@@ -52,7 +52,7 @@ class DependencyResults:
         """Put results into the params of a claimed task, as its publisher or its handler's annotations require.
 
         Raises `InvalidParams` if there is no such dependency, `TaskError` if one did not end as SUCCESS, and `Snooze` while one
-        that has been started anew is not finished.
+        that has been restarted is not finished.
         """
         wanted: dict[str, str | None] = {name: mark.id for name, mark in params.from_dependencies.items()}
         if (
@@ -114,7 +114,7 @@ class DependencyResults:
 
 
 def _is_finished(document: Document) -> bool:
-    """Whether a dependency is finished. If it is not, it has been started anew since the task was opened."""
+    """Whether a dependency is finished. If it is not, it has been restarted since the task was opened."""
     return document.get("status") not in UNFINISHED
 
 

@@ -72,7 +72,7 @@ class UncutCalls:
         """Await a call of the driver. If we are cancelled meanwhile, it goes on alone, and what it opens is closed.
 
         `session`: the session of the call. A session supports one call at a time: if a transaction is aborted while one of its
-        calls is still under way, it may start anew with that call, or the call writes outside of it. So we return only when the
+        calls is still under way, it may restart with that call, or the call writes outside of it. So we return only when the
         call has ended.
         """
         if self.is_alone():

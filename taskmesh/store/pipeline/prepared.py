@@ -21,7 +21,7 @@ Build = Callable[..., Any]
 def prepared(build: Build, now: rules.Expression, *arguments: Hashable) -> Any:
     """Return what `build(now, *arguments)` returns, a document or a list of them, ready to be sent.
 
-    For tests, whose `now` is a literal, and for mutants of the rule it is built anew each time.
+    For tests, whose `now` is a literal, and for mutants of the rule it is built each time.
     """
     return _encoded(build, *arguments) if now == rules.NOW else build(now, *arguments)
 

@@ -1,4 +1,4 @@
-"""Restart: the state in which a task starts anew, and the requests for another run that came while it was running.
+"""Restart: the state in which a task restarts, and the requests for another run that came while it was running.
 
 `retry`, `run_again`, a publication that restarts, and `Next` use these; each adds what it changes itself. Derivation follows.
 """
@@ -9,7 +9,7 @@ from taskmesh.store import rules
 from taskmesh.store.mongodb.driver import Document
 
 STAGED: rules.Expression = {"$gt": ["$task_state.stages", []]}
-"""Whether the task has moved on by `Next`. Then the first of its stages says where and with which params it starts anew."""
+"""Whether the task has moved on by `Next`. Then the first of its stages says where and with which params it restarts."""
 
 OWN_PARAMS: rules.Expression = {"$ifNull": ["$task_state.own_params", "$$REMOVE"]}
 """Whether the params of the current stage came from `Next`: not from a publication, nor from dependencies."""
@@ -114,7 +114,7 @@ def reopened_if_requested(now: rules.Expression, reopened_by: rules.Expression =
         for name, value in (("in_line", True), ("place", rules.NEXT_PLACE), ("ask_time", rules.next_mark(now)))
     }
     afresh = restarted_state(now, {"reopened_by": reopened_by, **in_line})
-    # Start anew in the very write that would have finished the task: nobody sees it finished in between.
+    # Restart in the very write that would have finished the task: nobody sees it finished in between.
     return {
         "$set": {
             "task_state": {"$cond": [condition, afresh, "$task_state"]},

@@ -41,7 +41,7 @@ async def set_failure_pause(store: Store, queue: str, settings: Document | None)
 
 
 async def reopen(store: Store, queue: str) -> None:
-    """Open a queue that is paused for its failures, and start counting anew."""
+    """Open a queue that is paused for its failures, and count from zero."""
     if await store.driver.collection(store.limits).find_one({"_id": queue, "failing": {"$exists": True}}, {"_id": 1}):
         # The pause, and what led to it.
         await limits.change(store, queue, [{"$unset": ["failing", "recent"]}])
@@ -79,7 +79,7 @@ async def count(store: Store, queue: str, ended: Sequence[Ended], *, known_faili
         {"$set": {"_newest": newest}},
         # Whether that is too much, or a canary has succeeded.
         {"$set": {"_change": {"$cond": [too_many, "fails", {"$cond": [recovers, "recovers", None]}]}}},
-        # Paused from now on, or open again, counting anew; else as it was.
+        # Paused from now on, or open again, counting from zero; else as it was.
         {
             "$set": {
                 "failing": {

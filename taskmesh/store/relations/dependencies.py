@@ -83,7 +83,7 @@ class _Marked:
 
     @property
     def wants_links(self) -> bool:
-        """Whether its dependencies still have to name it: it is new, or started anew, and they may be other tasks by now."""
+        """Whether its dependencies still have to name it: it is new, or restarted, and they may be other tasks by now."""
         return bool(self.after) and (not self.linked or self.policy != "run")
 
 
@@ -326,7 +326,7 @@ async def _fail(
 ) -> tuple[bool, Collection[str]]:
     """Fail each of these tasks that wants to fail, and whose dependency ended in any other way than SUCCESS.
 
-    A dependency that is unfinished has been started anew meanwhile: it acts when it ends. Returns whether all is done, and
+    A dependency that is unfinished has been restarted meanwhile: it acts when it ends. Returns whether all is done, and
     which tasks had to fail.
 
     The reason names the first few in the order of `after`, so that it is the same whoever writes it, and in whatever order.
@@ -353,9 +353,9 @@ async def _fail(
 
 
 async def _restore_dependents(store: Store, marked: Sequence[_Marked], concerned: set[str]) -> bool:
-    """Where a task is started anew, so are those that failed only because of it. Their own marks have them checked.
+    """Where a task is restarted, so are those that failed only because of it. Their own marks have them checked.
 
-    A task that is SUCCESS may have been started anew, and have finished before anybody checked.
+    A task that is SUCCESS may have been restarted, and have finished before anybody checked.
     """
     failed = {"status": "FAIL"}
     done = True

@@ -5,7 +5,7 @@ task is the head, and only a compare-and-set changes that: from a head that has 
 of publication. So there is one head, however many workers check at once; its gate is opened after that is written, by whoever
 comes first or next.
 
-A task joins its line anew each time its gate is shut: `task_state.place` is a different number then. So what was decided about
+A task joins its line again each time its gate is shut: `task_state.place` is a different number then. So what was decided about
 its earlier place opens nothing, and a head that has finished and is retried is no longer the head, but in line again.
 
 Everything here can be done twice, by anybody. A process that dies in the middle leaves a mark in a task (see `dependencies`), or

@@ -67,7 +67,7 @@
     });
   }
 
-  // --- show what was fetched anew, without disturbing who reads, types or clicks ---
+  // --- show what was fetched again, without disturbing who reads, types or clicks ---
   // Elements stay the same elements, so that focus, what is typed, ticked and opened, and a click on its way stay theirs.
   const keyed = (region) => { // idiomorph knows elements again by their id
     for (const each of region.querySelectorAll("[data-key]")) each.id = `${region.id} ${each.dataset.key}`;
@@ -115,7 +115,7 @@
   addEventListener("pointermove", (event) => { if (pressed && !event.buttons) released(); }); // a scrollbar keeps the release to itself
   document.addEventListener("selectionchange", () => { if (getSelection().isCollapsed) setTimeout(showHeld); });
 
-  // --- fetch what is shown anew ---
+  // --- fetch again what is shown ---
   const tellIn = (id) => (text) => {
     const place = document.getElementById(id);
     if (place.textContent === text) return;
@@ -267,7 +267,7 @@
     stop();
     if (document.hidden) return;
     stream = new EventSource(`${prefix}/live`);
-    // Its first event lets us fetch what happened meanwhile. A moment ago the page was made, or is fetched anew.
+    // Its first event lets us fetch what happened meanwhile. A moment ago the page was made, or is fetched again.
     stream.addEventListener("open", () => { reading = true; heardAt ??= performance.now(); if (silence.hidden) say("live", false); });
     stream.addEventListener("silence", heardSilence);
     stream.addEventListener("error", () => {
