@@ -43,8 +43,22 @@ class Way:
         return self.nap_s * (0.5 + n * 7919 % 101 / 100) if self.spread else self.nap_s
 
     @property
+    def rate(self) -> tuple[int, float] | None:
+        """How many may start within how many seconds, of a group or of the whole queue."""
+        for rate, window in (("rate", "per_ms"), ("group_rate", "group_per_ms")):
+            if rate in self.limits:
+                return self.limits[rate], self.limits[window] / 1000
+        return None
+
+    @property
     def least_s(self) -> float:
-        """How long it takes at least, as the limits allow: each slot of a group takes the next task in their order."""
+        """How long it takes at least, as the limits allow: each slot of a group takes the next task in their order.
+
+        Under a rate the tasks of a window start at once, and those of the next when it is over.
+        """
+        if self.rate is not None:
+            rate, window_s = self.rate
+            return (self.count - 1) // rate * window_s
         limit = self.limits.get("group_running") or self.limits["running"]
         slots: dict[str | None, list[float]] = {}
         for n in range(self.count):
@@ -57,12 +71,23 @@ def ways(share: float) -> list[Way]:
     """What is measured."""
     few, many, turns = max(40, int(300 * share)), max(GROUPS, int(5 * GROUPS * share)), max(2, int(4 * share))
     two: dict[str, Any] = {"nap_s": NAP_S, "concurrency": 10, "bound": True}
+    at_once: dict[str, Any] = {"nap_s": 0.0, "concurrency": 50, "bound": True}
+    least = max(0.5, share)
     hundred: dict[str, Any] = {"nap_s": 0.0, "concurrency": 100}
     at_limits: dict[str, Any] = {"nap_s": LONG_NAP_S, "concurrency": 2 * GROUPS, "bound": True}
     label, twice = f"{GROUPS} groups at their limits, group_running=2", {"group_running": 2}
     return [
         Way("group_running=2, one group", few, twice, lambda _: "a", **two),
         Way("running=2", few, {"running": 2}, lambda _: None, **two),
+        Way("rate=1 in 50 ms", max(40, few // 3), {"rate": 1, "per_ms": 50}, lambda _: None, **at_once),
+        Way("rate=500 in a second", int(2_500 * least), {"rate": 500, "per_ms": 1_000}, lambda _: None, **at_once),
+        Way(
+            "group_rate=100 in a second, one group",
+            int(500 * least),
+            {"group_rate": 100, "group_per_ms": 1_000},
+            lambda _: "a",
+            **at_once,
+        ),
         Way(
             f"{label}, tasks of 1 to 3 s",
             turns * 2 * GROUPS,
@@ -111,7 +136,7 @@ def measure(backlogs: Backlogs, *, repetitions: int = 3, share: float = 1.0) -> 
         if way.bound:
             of_allowed = rates[way.label] / (way.count / way.least_s)
             answer.goals.append(Goal(f"{way.label}: of what the limit allows", ">=", 0.8, of_allowed))
-        if way.limits:
+        if way.limits and way.rate is None:  # each start under a rate is booked and confirmed, beside claim and outcome
             answer.goals.append(Goal(f"{way.label}: commands per task", "<=", 3, commands[way.label], unit=""))
     for label, without in ((f"{GROUPS} groups, group_running=2", free), ("no groups, running=1000", unlimited)):
         answer.goals.append(Goal(f"{label}: of the same without", ">=", 0.7, rates[label] / rates[without]))

@@ -240,7 +240,7 @@ class Scanner:
 
     def _ranges(self, *, own: bool) -> Iterator[ScanRange]:
         """Yield what to look at. `own`: in this worker's lanes."""
-        closed = self._queues.paused | self._limits.full_queues
+        closed = self._queues.paused | self._limits.skip_full()
         for queues in _parts_of(list(self._queues.known), _MAX_COMBINATIONS):
             looked_at = [queue for queue in queues if queue not in closed]
             names_at_once = max(1, _MAX_COMBINATIONS // len(queues))

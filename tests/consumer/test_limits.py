@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import anyio
@@ -58,6 +59,64 @@ async def test_a_rate_holds_in_every_window_and_is_used_up(mesh: TaskMesh) -> No
     starts = sorted(start for start, _ in await starts_of(mesh, "work"))
     assert most_starts_within(starts, 500) == 10
     assert (starts[-1] - starts[0]).total_seconds() < 10, "2 s if all is well; 14 s if bookings had to run out"
+
+
+@pytest.mark.parametrize(
+    "limits", [{"rate": 2, "per_ms": 50}, {"group_rate": 2, "group_per_ms": 50}], ids=["rate", "group_rate"]
+)
+async def test_a_rate_is_asked_for_again_when_it_has_room_and_until_then_nothing_is_scanned(
+    mesh: TaskMesh, limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(taskmesh.consumer.candidates.limits, "_ASK_AGAIN_S", 60.0)
+
+    @mesh.task(queue="slow")
+    async def work() -> None:
+        return None
+
+    await mesh.set_limit("slow", **limits)
+    await work.configure(group="g").publish_many({f"k{n}": {} for n in range(100)})
+    async with working(mesh, "w", concurrency=10) as consumer:
+        await all_finished(mesh, "work", 100)
+        assert parts_of(consumer).scanner.scans < 25, "fewer than one for two windows"
+
+
+async def test_all_that_a_window_has_room_for_starts_though_few_are_tried_first(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(taskmesh.consumer.candidates.limits, "_TRIED_AT_ONCE", 1)
+
+    @mesh.task(queue="slow")
+    async def work() -> None:
+        return None
+
+    await mesh.set_limit("slow", rate=10, per_ms=300)
+    await work.publish_many({f"k{n}": {} for n in range(40)})
+    async with working(mesh, "w", concurrency=20) as consumer:
+        await eventually(lambda: consumer.finished, what="the first have started, so that the others are known")
+        parts_of(consumer).scanner.open = False
+        await all_finished(mesh, "work", 40)
+
+
+async def test_workers_that_had_no_share_of_a_rate_leave_it_to_the_one_that_had(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(taskmesh.consumer.candidates.limits, "_OTHERS_APART_S", 2.0)
+
+    @mesh.task(queue="slow")
+    async def work() -> None:
+        return None
+
+    await mesh.set_limit("slow", rate=1, per_ms=50)
+    async with all_working(mesh, ["w1", "w2", "w3"]) as consumers:
+        parts = [parts_of(consumer) for consumer in consumers]
+        await eventually(lambda: all(each.partitions.others_cnt == 2 for each in parts), what="all know each other")
+        await work.publish_many({f"k{n}": {} for n in range(30)})
+        await all_finished(mesh, "work", 30)
+    entries = [task.task_state.worker_states[0] async for task in mesh.find("work")]
+    workers = [entry.worker_id for entry in sorted(entries, key=lambda entry: str(entry.start_time))]
+    assert sum(worker != later for worker, later in pairwise(workers)) < 8, (
+        f"if anybody may be next, about 20: {workers}"
+    )
 
 
 @pytest.mark.parametrize("limits", [{"rate": 1_000}, {"group_rate": 1_000}], ids=["rate", "group_rate"])

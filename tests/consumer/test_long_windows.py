@@ -138,6 +138,21 @@ async def test_the_rate_has_room_again_when_it_says(mesh: TaskMesh) -> None:
     assert len((await clock.book(1)).ids) == 1
 
 
+async def test_who_uses_up_a_rate_is_told_when_the_first_start_leaves_at_the_latest(mesh: TaskMesh) -> None:
+    await mesh.set_limit("q", rate=2, per_ms=1_000, group_rate=1, group_per_ms=300)
+    clock = Clock(mesh)
+    wishes = [limits.Wish(f"job:{n}", group) for n, group in enumerate(("a", "a", "b", "c"))]
+    booking = await limits.book(clock.store, "q", "w", wishes)
+    assert booking is not None
+    assert booking.ids == {"job:0", "job:2"}
+    assert booking.next_start == booking.until + timedelta(seconds=1)
+    assert booking.full_groups == {"a": booking.until + timedelta(seconds=0.3)}
+    await limits.confirm(clock.store, "q", booking.token, [])
+    again = await clock.book(1)
+    assert again.ids == frozenset()
+    assert again.next_start == _BEGIN + timedelta(seconds=1)
+
+
 def _by_an_older_release(starts: Sequence[tuple[datetime, int]], per_ms: int) -> list[dict[str, Any]]:
     """One element for each booking, as 0.x kept them."""
     return [{"t": str(ObjectId()), "n": n, "leaves": time + timedelta(milliseconds=per_ms)} for time, n in starts]

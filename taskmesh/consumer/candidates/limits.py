@@ -18,10 +18,11 @@ from datetime import datetime
 from typing import Any
 
 from taskmesh.consumer.candidates.claim_queue import Candidate, ClaimQueue, Rank
+from taskmesh.consumer.candidates.partitions import Partitions
 from taskmesh.consumer.candidates.slots import Place, Slot, Slots
 from taskmesh.consumer.run.executions import Executions
 from taskmesh.consumer.settings import Settings
-from taskmesh.consumer.timing import until, varied
+from taskmesh.consumer.timing import random_up_to, until, varied
 from taskmesh.model.queue import QueueLimits
 from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
@@ -33,12 +34,18 @@ logger = logging.getLogger("taskmesh.limits")
 
 _LARGEST_WISH = 200
 _ASK_AGAIN_S = 0.1
-"""How long to wait for room that other workers have to make. Room made here is used at once."""
+"""How long to wait for room that other workers have to make: so long in a small fleet, longer if more workers wait for it.
+Room made here is used at once."""
 _WHILE_SHUT_S = 30.0
 _WHILE_ALL_OURS_S = 5.0
 """How long to wait if this worker itself occupies all the room: it notices by itself when there is some again."""
 _PARKED_AT_MOST = 2_000
 _TRIED_AT_ONCE = 64
+"""How many candidates are tried when a place may have room. If it has room for all of them, more follow."""
+_OTHERS_APART_S = 0.02
+"""How far apart, on average, workers ask that had no share of a rate. All at once they would only hold up one another."""
+_AFTER_A_START_S = 0.002
+"""How long after a start has left its window to ask for its room: clocks differ by a bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,18 @@ class _Parked(Iterator[Candidate]):
         return True
 
 
+@dataclass(slots=True)
+class _Shut:
+    """A place that has no room."""
+
+    timer: asyncio.TimerHandle
+    """Asks again."""
+    rate_used_up: bool
+    """Whether that is because of a rate: then the end of an execution makes no room."""
+    unconfirmed: bool
+    """Whether the earliest start in its window is not confirmed yet, so that it is unknown when that start leaves."""
+
+
 class Limits:
     """The limited queues, as one consumer sees them."""
 
@@ -104,8 +123,10 @@ class Limits:
         candidates: ClaimQueue,
         executions: Executions,
         slots: Slots,
+        partitions: Partitions,
     ) -> None:
         self._store = store
+        self._partitions = partitions
         self._worker_id = settings.worker_id
         self._me = settings.claimant
         self._names = settings.names
@@ -122,12 +143,13 @@ class Limits:
         """Tasks that were let through while their queue is paused for its failures."""
         self._given_back: set[str] = set()
         """Tasks that a claim has won and that do not start: their lease is being given back."""
-        self._shut: dict[Place, asyncio.TimerHandle] = {}
-        self._rate_used_up: set[Place] = set()
-        """Those of the shut places where the end of an execution makes no room, since their rate is used up."""
+        self._shut: dict[Place, _Shut] = {}
+        self._first: set[Place] = set()
+        """Where this worker had a share of the rate when it asked last, so that it asks first when there is room again."""
         self._parked: dict[Place, _Parked] = {}
         self._turned_away: set[Place] = set()
-        """Those of the shut places for which a candidate was found meanwhile and not parked: a scan has to find it again."""
+        """Those of the shut places that a scan has skipped meanwhile, or for which a candidate was found and not parked: a scan
+        has to look there again."""
 
     def learn(self, settings: Mapping[str, Document]) -> None:
         """Learn which queues have limits now, and which groups are paused."""
@@ -148,10 +170,11 @@ class Limits:
         for place in [place for place in self._shut if place[0] in changed]:
             self._reopen(place)
 
-    @property
-    def full_queues(self) -> frozenset[str]:
-        """Queues that have no room now. Looking for tasks there makes no sense."""
-        return frozenset(queue for queue, group in self._shut if group is None)
+    def skip_full(self) -> frozenset[str]:
+        """Return the queues that have no room now, in which a scan need not look until they have."""
+        full = frozenset(queue for queue, group in self._shut if group is None)
+        self._turned_away.update((queue, None) for queue in full)
+        return full
 
     @property
     def shut_queues(self) -> frozenset[str]:
@@ -266,7 +289,12 @@ class Limits:
         for candidate in admitted:
             if (token := booking.slots.get(candidate.id)) is not None:
                 self._slots.booked(_place(candidate, limits), wishes[candidate.id], token, booking.until, age)
-        self._put_aside(queue, booking, [candidate for candidate in candidates if candidate.id not in booking.ids])
+        refused = [candidate for candidate in candidates if candidate.id not in booking.ids]
+        if refused:
+            self._put_aside(queue, booking, admitted, refused)
+        else:  # there may be room for more
+            for place in {(queue, None), *((queue, candidate.group) for candidate in admitted)}:
+                self._offer_parked(place, len(admitted))
         return self._admission(queue, admitted, booking.until, booking.token if _counts_starts(limits) else None)
 
     def _admission(
@@ -305,9 +333,13 @@ class Limits:
             self._slots.forget(candidate.id)
         if answered and admission.counted is not None:
             unused = [Wish(candidate.id, candidate.group) for candidate in not_won]
+            sent = time.monotonic()
             await store_limits.confirm(self._store, admission.queue, admission.counted, unused)
+            self._counted(admission, sent)
         for place in has_room:  # by now; the start that was counted for it is given back, too
-            self._rate_used_up -= {place, (place[0], None)}
+            for each in (place, (place[0], None)):
+                if (shut := self._shut.get(each)) is not None:
+                    shut.rate_used_up = False
             self._use_room(place)
 
     def given_back(self, id_: str) -> Slot | None:
@@ -347,32 +379,59 @@ class Limits:
     def _reopen_all(self, given_back: Iterable[Place]) -> None:
         """Try again where slots were given back: what waits for them here has to ask again."""
         for place in {place for queue, group in given_back for place in ((queue, group), (queue, None))}:
-            if place in self._shut and place not in self._rate_used_up:
-                self._reopen(place)
+            self._reopen_if_not_by_rate(place)
 
-    def _put_aside(self, queue: str, booking: Booking, refused: list[Candidate]) -> None:
+    def _reopen_if_not_by_rate(self, place: Place) -> None:
+        if (shut := self._shut.get(place)) is not None and not shut.rate_used_up:
+            self._reopen(place)
+
+    def _put_aside(self, queue: str, booking: Booking, admitted: list[Candidate], refused: list[Candidate]) -> None:
         """Shut the place that had no room, for as long as asking again makes no sense."""
-        if not refused:
-            return
+        had_some = {candidate.group for candidate in admitted}
         if booking.next_start is not None:
-            self._shut_until((queue, None), booking.next_start, "per_ms")
+            self._shut_until((queue, None), booking.next_start, had_some=bool(admitted))
         elif all(candidate.group in booking.full_groups for candidate in refused):
             for group, next_start in booking.full_groups.items():
                 if next_start is None:
                     self._shut_for((queue, group), self._pause(queue, group))
                 else:
-                    self._shut_until((queue, group), next_start, "group_per_ms")
+                    self._shut_until((queue, group), next_start, had_some=group in had_some)
         else:
             self._shut_for((queue, None), self._pause(queue))
         for candidate in refused:
             group_is_shut = (queue, candidate.group) in self._shut
             self._park((queue, candidate.group if group_is_shut else None), candidate)
 
-    def _shut_until(self, place: Place, next_start: datetime, window: str) -> None:
-        """Wait for room under a rate limit: never longer than its window, whatever our clock says."""
-        per = float(self.queues.get(place[0], {}).get(window) or 1000) / 1000
-        self._shut_for(place, min(max(self._clock.monotonic(next_start) - time.monotonic(), 0.0) + 0.002, per))
-        self._rate_used_up.add(place)
+    def _shut_until(self, place: Place, next_start: datetime, *, had_some: bool) -> None:
+        """Wait for room under a rate limit: never longer than its window, whatever our clock says.
+
+        `had_some`: this worker has just had a share, and asks first (once more if that was too early). The others follow, one by
+        one, if it does not.
+        """
+        pause, window = self._clock.monotonic(next_start) - time.monotonic(), self._window(place)
+        is_first = had_some or place in self._first
+        (self._first.add if had_some else self._first.discard)(place)
+        behind = 0.0 if is_first else random_up_to(_OTHERS_APART_S * self._partitions.others_cnt)
+        # A start is counted from the end of its booking, until it is confirmed.
+        self._shut_for(
+            place,
+            min(max(pause, 0.0) + _AFTER_A_START_S, window) + behind,
+            rate_used_up=True,
+            unconfirmed=pause > window,
+        )
+
+    def _counted(self, admission: Admission, since: float) -> None:
+        """Note that these starts count `since` then (monotonic), for as long as the window lasts."""
+        for place in {(admission.queue, group) for group in (None, *(each.group for each in admission.candidates))}:
+            if (shut := self._shut.get(place)) is not None and shut.unconfirmed:
+                pause = since + self._window(place) + _AFTER_A_START_S - time.monotonic()
+                self._shut_for(place, pause, rate_used_up=True)
+
+    def _window(self, place: Place) -> float:
+        """Return how long a start in a place counts against its rate, in seconds."""
+        queue, group = place
+        window = self.queues.get(queue, {}).get("per_ms" if group is None else "group_per_ms")
+        return float(window or 1000) / 1000
 
     def _pause(self, queue: str, group: str | None = None) -> float:
         """Return how long to wait for room.
@@ -386,13 +445,13 @@ class Limits:
         if self._slots.any_idle(queue, group):  # it has become free since we asked
             return 0.0
         all_ours = most is not None and self._slots.count(queue, group) >= most
-        return varied(_WHILE_ALL_OURS_S if all_ours else _ASK_AGAIN_S, 0.3)
+        return varied(_WHILE_ALL_OURS_S if all_ours else self._partitions.in_turn(_ASK_AGAIN_S), 0.3)
 
-    def _shut_for(self, place: Place, pause: float) -> None:
+    def _shut_for(self, place: Place, pause: float, *, rate_used_up: bool = False, unconfirmed: bool = False) -> None:
         if (earlier := self._shut.pop(place, None)) is not None:
-            earlier.cancel()
-        self._rate_used_up.discard(place)
-        self._shut[place] = asyncio.get_running_loop().call_later(pause, self._reopen, place)
+            earlier.timer.cancel()
+        timer = asyncio.get_running_loop().call_later(pause, self._reopen, place)
+        self._shut[place] = _Shut(timer, rate_used_up, unconfirmed)
 
     def _park(self, place: Place, candidate: Candidate) -> None:
         if not self._parked.setdefault(place, _Parked()).add(candidate):
@@ -400,19 +459,22 @@ class Limits:
 
     def _reopen(self, place: Place) -> None:
         """Try again. The best of those that wait goes first."""
-        if (timer := self._shut.pop(place, None)) is not None:
-            timer.cancel()
-        self._rate_used_up.discard(place)
-        parked = self._parked.get(place, ())
-        for candidate in itertools.islice(parked, _TRIED_AT_ONCE):
-            self._candidates.offer(replace(candidate, due=time.monotonic(), timed=False))
-        if not parked:
-            self._parked.pop(place, None)
-            # Where a whole queue was shut, scans have not looked at all.
-            if timer is not None and (place[1] is None or place in self._turned_away):
-                self._candidates.order_scan()
-            self._turned_away.discard(place)
+        if (shut := self._shut.pop(place, None)) is not None:
+            shut.timer.cancel()
+        self._offer_parked(place, _TRIED_AT_ONCE)
         self._candidates.ready.set()
+
+    def _offer_parked(self, place: Place, count: int) -> None:
+        """Have the best of those that wait in a place tried, at most so many. If none waits here any more, look for others."""
+        best = list(itertools.islice(self._parked.get(place, ()), count))
+        for candidate in best:
+            self._candidates.offer(replace(candidate, due=time.monotonic(), timed=False))
+        if not best:
+            self._parked.pop(place, None)
+            self._first.discard(place)
+            if place in self._turned_away:
+                self._turned_away.discard(place)
+                self._candidates.order_scan()
 
     def _use_room(self, place: Place) -> None:
         """Try the best of those that wait for the room that has just become free."""
@@ -424,13 +486,12 @@ class Limits:
             self._candidates.offer(replace(next(parked), due=time.monotonic(), timed=False))
             self._candidates.ready.set()
             return
-        if place in self._shut and place not in self._rate_used_up:
-            self._reopen(place)
+        self._reopen_if_not_by_rate(place)
 
     def close(self) -> None:
         """Stop waiting."""
-        for timer in self._shut.values():
-            timer.cancel()
+        for shut in self._shut.values():
+            shut.timer.cancel()
         self._shut.clear()
         self._parked.clear()
         self._turned_away.clear()

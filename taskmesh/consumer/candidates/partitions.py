@@ -68,6 +68,11 @@ class Partitions:
         """Whether no other worker does any of this work."""
         return not self._others
 
+    @property
+    def others_cnt(self) -> int:
+        """How many other workers do some of this work."""
+        return len(self._others)
+
     def in_turn(self, every_s: float) -> float:
         """Return how often this worker has to do what one of the workers sharing its work has to do every `every_s` seconds.
 

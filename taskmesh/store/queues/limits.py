@@ -234,8 +234,13 @@ def _booking(
     run_room = {"$subtract": [_limit_of("$$ask.g"), "$$running"]}
     rate_room = {"$cond": [has_rate, {"$subtract": ["$group_rate", {"$sum": "$$started.n"}]}, NO_LIMIT]}
     room = {"$cond": [{"$eq": ["$$ask.g", None]}, NO_LIMIT, {"$min": ["$$run_room", "$$rate_room"]}]}
-    # When a start leaves the window; null if it is not the rate that has no room.
-    next_start = {"$cond": [{"$lte": ["$$rate_room", 0]}, {"$min": "$$started.leaves"}, None]}
+    # When a start leaves the window, perhaps one of this booking; null if it is not the rate that has no room.
+    group_leaves = {"$add": [until, {"$ifNull": ["$group_per_ms", 0]}]}
+    leaves_first = {
+        "$min": [{"$min": "$$started.leaves"}, {"$cond": [{"$gt": ["$$rate_room", 0]}, group_leaves, None]}]
+    }
+    used_up = {"$lte": ["$$rate_room", {"$min": ["$$run_room", {"$size": "$$ask.of"}]}]}
+    next_start = {"$cond": [used_up, leaves_first, None]}
     reckoned = {"$mergeObjects": ["$$ask", {"room": room, "next": next_start}]}
     of_each = _let(
         {"running": in_slots_of_group, "started": started_of_group},
@@ -289,13 +294,14 @@ def _booking(
     next_canary = {"$add": [now, {"$ifNull": ["$failure_pause.canary_ms", 0]}]}
     leaves = {"$add": [until, {"$ifNull": ["$per_ms", 0]}]}
     # The window is counted from the end of the booking, its latest possible start, until `confirm` knows better.
+    queue_leaves_first = {"$min": [{"$min": "$starts.leaves"}, {"$cond": [{"$gt": [count, 0]}, leaves, None]}]}
     start = [{"t": token, "n": count, "leaves": leaves}]
     granted_of_group = {"$filter": {"input": "$_granted", "cond": {"$eq": ["$$this.g", "$$group"]}}}
     group_start = {
         "t": token,
         "g": "$$group",
         "n": {"$size": granted_of_group},
-        "leaves": {"$add": [until, {"$ifNull": ["$group_per_ms", 0]}]},
+        "leaves": group_leaves,
     }
     groups_granted = {"$setDifference": ["$_granted.g", [None]]}
     group_starts = {"$map": {"input": groups_granted, "as": "group", "in": group_start}}
@@ -342,7 +348,7 @@ def _booking(
                         is_failing,
                         {"$cond": [no_canary_yet, "$failing.next", next_canary]},
                         # Only if it is the rate that has no room left: when running tasks end is unknown.
-                        {"$cond": [{"$lte": [rate_room, count]}, {"$min": "$starts.leaves"}, None]},
+                        {"$cond": [{"$lte": [rate_room, count]}, queue_leaves_first, None]},
                     ]
                 },
                 "failing": {
