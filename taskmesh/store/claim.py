@@ -35,6 +35,7 @@ _STATE_FIELDS = {
         "params_version",
         "steps_bytes",
         "pending",
+        "line",
         "signals_bytes",
     )
 }
@@ -104,6 +105,7 @@ _HANDLED_BY_SHORT_CLAIM = {
     "task_state.params_version",
     "task_state.parent",
     "task_state.dependents",
+    *(f"task_state.{name}" for name in ("line", "place", "on_sequence_failure")),
     "task_state.steps_bytes",
     "event",
     "queue",

@@ -41,7 +41,7 @@ _GIVEN_BACK: tuple[Kind, ...] = ("released", "snoozed", "suspended", "conflicted
 KEPT_STAGES = 100
 _ANNOUNCED_AS: dict[Kind, str] = {"conflicted": "snoozed", "looped": "succeeded"}
 _STATE_OF: dict[Kind, str] = {"succeeded": "SUCCESS", "failed": "FAIL", "stopped": "FAIL"}
-_WAITED_FOR = {"task_state.parent", "task_state.dependents"}
+_WAITED_FOR = {"task_state.parent", "task_state.dependents", "task_state.line"}
 HANDLED_BY_SHORT_SUCCESS = _WAITED_FOR | {
     # Checked by `_single`.
     "status",
@@ -62,7 +62,7 @@ HANDLED_BY_SHORT_SUCCESS = _WAITED_FOR | {
     "next_claim_time",
     "settle_time",
     # In a finished task the rule does not look at these.
-    *(f"task_state.{name}" for name in ("after", "stages", "own_params", "detached")),
+    *(f"task_state.{name}" for name in ("after", "stages", "own_params", "detached", "place", "on_sequence_failure")),
     *(f"task_state.{name}" for name in ("create_time", "start_time", "expire_time", "resume_time", "params_version")),
     "task_state.steps_bytes",
     *(f"task_state.{name}" for name in ("debounced_since", "throttled_since")),
@@ -166,7 +166,7 @@ async def _finish_plain(
 ) -> int:
     """Record SUCCESS by the short form (see `plain`), where the execution is the only one of its task.
 
-    `alone`: only where the task has no dependents, so that nobody has to be told.
+    `alone`: only where the task has no dependents and stands in no line, so that nobody has to be told.
     """
     if not outcomes:
         return 0
@@ -184,7 +184,8 @@ async def _finish_plain(
         ]
     }
     retained_ms = "$task_option.retain_success_ms"
-    goes = {"$and": [{"$gt": [retained_ms, None]}, {"$not": [rules.HAS_DEPENDENTS]}]}
+    is_waited_for = {"$or": [rules.HAS_DEPENDENTS, {"$gt": [rules.LINE, None]}]}
+    goes = {"$and": [{"$gt": [retained_ms, None]}, {"$not": [is_waited_for]}]}
     ended = [{"$arrayElemAt": [rules.ENTRIES, 0]}, {"state": "SUCCESS", "success_time": now}]
     pipeline = [
         # All of it at once: the rule has nothing to sort out.
@@ -195,9 +196,9 @@ async def _finish_plain(
                     "worker_states": [{"$mergeObjects": [*ended, per_outcome([o.entry for o in outcomes], outcomes)]}],
                     "timeout_cnt": 0,
                     "conflict_cnt": "$$REMOVE",
-                    # Its dependents have to be told, and it is kept for them.
+                    # Its dependents and its line have to be told, and it is kept for them.
                     "pending": "$$REMOVE",
-                    "ask_time": {"$cond": [rules.HAS_DEPENDENTS, now, "$$REMOVE"]},
+                    "ask_time": {"$cond": [is_waited_for, now, "$$REMOVE"]},
                     **_progress(outcomes),
                 },
                 "event": _announcement("succeeded", worker_id, outcomes, now),

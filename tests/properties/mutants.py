@@ -375,8 +375,8 @@ def lines() -> Iterator[tuple[str, Mutant]]:
     yield "who is begun anew is still at the head", replaced(sequences, "_has_left", _left(place=False))
     yield "who was finished has left its line for good", replaced(sequences, "_has_left", _left(returns=False))
     yield "a line goes by keys", _looked_up({"task_state.line": 1, "publish_number": 1, "_id": 1}, {"_id": 1})
-    yield "no head makes way", replaced(sequences, "_confirmed", _nobody_has_left)
-    yield "the head of a line is not opened", replaced(sequences, "_is_shut", lambda _: False)
+    yield "no head makes way", replaced(sequences, "_has_left", lambda *_: False)
+    yield "the head of a line is not opened", replaced(sequences, "_open", _nothing_opened)
     yield "what is begun anew stays in its old line", result(publish, "change_pipeline", *_OTHER_LINE)
     yield (
         "a wish keeps its place in line",
@@ -404,8 +404,8 @@ def _left(*, blocks: bool = True, place: bool = True, returns: bool = True) -> C
     return mutated
 
 
-async def _nobody_has_left(_: Any, gone: Any, heads: Any) -> list[str]:
-    return [line for line in gone if line not in heads]
+async def _nothing_opened(*_: Any) -> bool:
+    return True
 
 
 _unmark_all = dependencies._unmark_all

@@ -565,7 +565,7 @@ class Execution:
             progress,
             unannounced,
             size,
-            concerns_others="pending" in self.document["task_state"],
+            concerns_others=bool({"pending", "line"} & self.document["task_state"].keys()),
         )
 
     def report(self) -> Outcome | None:

@@ -59,7 +59,6 @@ async def _advance(store: Store, lines: Sequence[str]) -> bool:
         heads = {each["_id"]: each for each in await _heads(store, {"_id": {"$in": sorted(left)}})}
         tasks = await _tasks_of(store, heads.values())
         gone = [line for line in left if line not in heads or _has_left(heads[line], tasks.get(heads[line]["head"]))]
-        gone = await _confirmed(store, gone, heads)
         waiting = [heads[line] for line in left.intersection(heads).difference(gone)]
         if not await _open(store, [each for each in waiting if _is_shut(tasks.get(each["head"]))]):
             return False
@@ -67,7 +66,10 @@ async def _advance(store: Store, lines: Sequence[str]) -> bool:
         if not left:
             return True
         following = await _first_in_line(store, sorted(left))
-        left -= await _move_on(store, sorted(left), heads, following)
+        won, empty = await _move_on(store, sorted(left), heads, following)
+        if not await _open(store, won):
+            return False
+        left -= empty | {head["_id"] for head in won}
         if not left:
             return True
     return False
@@ -78,9 +80,10 @@ async def _heads(store: Store, query: Document) -> list[Document]:
     return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
 
 
-async def _tasks_of(store: Store, heads: Iterable[Document], *, majority: bool = False) -> dict[str, Document]:
+async def _tasks_of(store: Store, heads: Iterable[Document]) -> dict[str, Document]:
+    """Return the tasks that are heads, as a majority has them: no failover can bring one back that has left, beside the next."""
     ids = [head["head"] for head in heads]
-    found = await store.find({"_id": {"$in": ids}}, _FIELDS, majority=majority) if ids else []
+    found = await store.find({"_id": {"$in": ids}}, _FIELDS, majority=True) if ids else []
     return {task["_id"]: task for task in found}
 
 
@@ -93,13 +96,6 @@ def _has_left(head: Document, task: Document | None) -> bool:
         return True
     blocks = task["status"] == "FAIL" and task["task_state"].get("on_sequence_failure") == "block"
     return task["status"] not in _UNFINISHED and not blocks
-
-
-async def _confirmed(store: Store, gone: Sequence[str], heads: dict[str, Document]) -> list[str]:
-    """Return the lines whose head has left on a majority, too: no failover can bring it back beside the next head."""
-    known = [heads[line] for line in gone if line in heads]
-    tasks = await _tasks_of(store, known, majority=True)
-    return [line for line in gone if line not in heads or _has_left(heads[line], tasks.get(heads[line]["head"]))]
 
 
 def _is_shut(task: Document | None) -> bool:
@@ -122,8 +118,11 @@ async def _first_in_line(store: Store, lines: Sequence[str]) -> dict[str, Docume
 
 async def _move_on(
     store: Store, lines: Sequence[str], heads: dict[str, Document], following: dict[str, Document]
-) -> set[str]:
-    """Write the new heads, each only if nobody else has done it. Return the lines that are empty now."""
+) -> tuple[list[Document], set[str]]:
+    """Write the new heads, each only if nobody else has done it. Return those written here, and the lines that are empty.
+
+    If another worker was faster with any of them, it is unknown with which: then none counts as written here.
+    """
     updates, deletes, empty = [], [], set()
     for line in lines:
         head, after = heads.get(line), following.get(line)
@@ -139,21 +138,23 @@ async def _move_on(
             deletes.append({"q": as_seen, "limit": 1})
         else:
             empty.add(line)
-    for name, statements in (("update", updates), ("delete", deletes)):
-        if statements:
-            await _write(store, {name: store.sequences, f"{name}s": statements})
-    return empty
+    if deletes:
+        await _write(store, {"delete": store.sequences, "deletes": deletes})
+    if updates and await _write(store, {"update": store.sequences, "updates": updates}) == len(updates):
+        return list(following.values()), empty
+    return [], empty
 
 
-async def _write(store: Store, command: Document) -> None:
-    """Write. If another worker was faster, the next look shows it."""
+async def _write(store: Store, command: Document) -> int:
+    """Write. Return how many statements counted; if another worker was faster with some, the next look shows which."""
     command |= {"ordered": False, "writeConcern": {"w": "majority"}, "maxTimeMS": WRITE_DEADLINE_MS}
     try:
-        await store.driver.command(command)
+        return int((await store.driver.command(command))["n"])
     except OperationFailure as error:
         failed = (error.details or {}).get("writeErrors", [])
         if not failed or any(each.get("code") != Code.DUPLICATE_KEY for each in failed):
             raise
+        return 0
 
 
 async def _open(store: Store, heads: Sequence[Document]) -> bool:
