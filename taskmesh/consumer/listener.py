@@ -245,7 +245,8 @@ class Listener:
         needs = task.get("needs") or ()
         if not self._me.is_allowed(named) or not self._me.has(needs):
             return
-        place = 0 if named else self._partitions.place_to_hear(change.id, queue, needs)
+        wanted = option.get("concurrent_worker_cnt", 1)
+        place = 0 if named else self._partitions.place_to_hear(change.id, queue, needs, wanted)
         if place > _LAST_PLACE_TO_TRY:
             return
         if queue in self._queues.paused:
@@ -345,7 +346,7 @@ class Listener:
         for row in await look_up(self._store, self._me, ids):
             if row.claim_time == NEVER or (self._from is not None and row.queue not in self._from):
                 continue
-            place = 0 if row.named else self._partitions.place_to_hear(row.id, row.queue, row.needs)
+            place = 0 if row.named else self._partitions.place_to_hear(row.id, row.queue, row.needs, row.wanted)
             if place <= _LAST_PLACE_TO_TRY:
                 moment = max(filter(None, (row.claim_time, row.next_claim_time)))
                 self._queues.heard_of(row.queue)

@@ -325,7 +325,7 @@ class Scanner:
         return brought
 
     async def _help_others(self, now: float) -> int:
-        """Take tasks from other workers' lanes: those whose labels no worker before this one has, and neglected ones.
+        """Take tasks from other workers' lanes: those that this worker is among the first to be able to run, and neglected ones.
 
         A lane is neglected if its head does not move. A worker with free slots waits a moment for each worker that comes before
         it in the lane, so that they do not race; a worker that has enough work looks once a second, and takes only from lanes
@@ -349,8 +349,9 @@ class Scanner:
                 if page.full:
                     full.append((what, sort))
         rows = [row for row in await self._fitting(found) if self._clock.monotonic(row.next_claim_time) <= now]
-        # By lane alone these belong to workers that lack the labels: no index knows what a task needs.
-        brought = self._offer([row for row in rows if row.needs and self._place(row) == 0])
+        # By lane alone these belong to workers that lack the labels, or that have done their part: no index knows what a task
+        # needs, or how many workers it is for.
+        brought = self._offer([row for row in rows if (row.needs or row.wanted > 1) and self._place(row) == 0])
         self._candidates.unread |= bool(full) and brought > 0
         heads = self._heads_of_lanes(rows, now)
         patience = _PATIENCE_S if free > 0 else _PATIENCE_OF_THE_BUSY_S
@@ -378,7 +379,7 @@ class Scanner:
         return 2 * sum(self._candidates.knows(row.id, now) for row in rows) > len(rows)
 
     def _place(self, row: Claimable) -> int:
-        return self._partitions.place(row.id, row.queue, row.needs)
+        return self._partitions.place(row.id, row.queue, row.needs, row.wanted)
 
     def _heads_of_lanes(self, rows: Sequence[Claimable], now: float) -> Mapping[int, Claimable]:
         """Return the head of each lane, and note since when it is that.

@@ -155,6 +155,7 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
         "needs",
         "task_option.priority",
         "task_option.specific_worker_ids",
+        "task_option.concurrent_worker_cnt",
     )
     kept = {
         "operationType": 1,
@@ -178,11 +179,12 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
 
 
 def _in_lanes(lanes: frozenset[int] | None) -> Document:
-    """Match a new task that is in one of these lanes, or names its workers, or needs labels: for those, other workers count."""
+    """Match a new task in one of these lanes, and what concerns others: it names workers, needs labels, or is for several."""
     if lanes is None:
         return {}
     in_lane: Document = {"fullDocument.lane": {"$in": sorted(lanes)}}
-    return {"$or": [in_lane, {"fullDocument.pinned": True}, {"fullDocument.needs": {"$exists": True}}]}
+    for_several = {"fullDocument.task_option.concurrent_worker_cnt": {"$gt": 1}}
+    return {"$or": [in_lane, {"fullDocument.pinned": True}, {"fullDocument.needs": {"$exists": True}}, for_several]}
 
 
 def change_from(event: Document) -> Change:

@@ -130,6 +130,8 @@ class Claimable:
     group: str | None = None
     needs: Sequence[str] = ()
     """The labels that a worker must have, as they are stored."""
+    wanted: int = 1
+    """How many workers it is for, if its document was read: the index does not tell."""
 
 
 Sort = Literal["waiting", "shared", "named"]
@@ -307,6 +309,7 @@ def claimable_fields(now: rules.Expression, worker: Claimant | str) -> Document:
         "claim_time": rules.claim_time(worker, now),
         "pinned": 1,
         "needs": 1,
+        "wanted": "$task_option.concurrent_worker_cnt",
     }
 
 
@@ -329,8 +332,9 @@ def claimable_from(document: Document) -> Claimable:
     named, number = document.get("pinned") is True, number_of(document, opens)
     # In a foreign document it may be no list: then the rule lets nobody have it.
     needs = tuple(map(str, needs)) if (needs := document.get("needs")) and isinstance(needs, list) else ()
+    wanted = wanted if isinstance(wanted := document.get("wanted"), int) else 1
     # Positional arguments: there are thousands per second.
-    return Claimable(id_, queue, int(priority), number, int(fail_cnt), named, claim_time, opens, group, needs)
+    return Claimable(id_, queue, int(priority), number, int(fail_cnt), named, claim_time, opens, group, needs, wanted)
 
 
 def number_of(document: Document, opens: datetime) -> int:

@@ -16,7 +16,7 @@ from taskmesh import Status, Task, TaskMesh, TaskOption, current_task
 from taskmesh.store.claim import claim
 from tests.consumer.limits_held import LimitsHeld, watched
 from tests.waiting import eventually
-from tests.working import all_working, finished, status_is, working
+from tests.working import all_working, finished, parts_of, status_is, working
 
 FIVE = ["w1", "w2", "w3", "w4", "w5"]
 
@@ -65,6 +65,42 @@ async def test_exactly_so_many_different_workers_of_five_run_a_task_to_success(m
         task = await mesh.get("job", key)
         assert sorted(entry.worker_id for entry in task.task_state.worker_states) == sorted(workers)
         assert task.status is Status.SUCCESS
+
+
+@pytest.mark.parametrize("workers", [3, 6])
+async def test_a_new_task_for_several_workers_is_run_by_so_many_as_they_hear_of_it(
+    mesh: TaskMesh, workers: int
+) -> None:
+    """Three hear of everything. Of six, each hears of the lanes in which it is first or second."""
+
+    @mesh.task(option=TaskOption(concurrent_worker_cnt=3))
+    async def job() -> None:
+        return None
+
+    async with all_working(mesh, [f"w{n}" for n in range(workers)]) as consumers:
+        parts = [parts_of(consumer) for consumer in consumers]
+        await eventually(lambda: all(each.partitions.others_cnt == workers - 1 for each in parts))
+        await eventually(lambda: all((each.listener.lanes is None) == (workers == 3) for each in parts))
+        for each in parts:
+            each.scanner.open = False
+        handles = await job.publish_many({f"k{n}": {} for n in range(20)})
+        for handle in handles:
+            assert len(await handle.results(timeout=60)) == 3
+
+
+async def test_a_backlog_of_tasks_for_several_workers_is_not_worked_off_by_one_set_of_slots_in_each_scan(
+    mesh: TaskMesh,
+) -> None:
+    @mesh.task(option=TaskOption(concurrent_worker_cnt=3))
+    async def job() -> None:
+        return None
+
+    handles = await job.publish_many({f"k{n}": {} for n in range(60)})
+    async with all_working(mesh, ["w1", "w2", "w3"], concurrency=2) as consumers:
+        for handle in handles:
+            assert len(await handle.results(timeout=60)) == 3
+        scans = [parts_of(consumer).scanner.scans for consumer in consumers]
+    assert sum(scans) < 45, f"each worker had 40 tasks of others' lanes to run: {scans}"
 
 
 async def test_m37_one_worker_alone_never_takes_a_second_place(mesh: TaskMesh) -> None:

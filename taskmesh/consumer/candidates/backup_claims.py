@@ -83,7 +83,7 @@ class BackupClaims:
         if since > now + _FAR_S:
             return False  # in my own retry delay: not a candidate, but one of those that stand in front
         if place is None:
-            place = 0 if row.named else self._partitions.place(row.id, row.queue, row.needs)
+            place = 0 if row.named else self._partitions.place(row.id, row.queue, row.needs, row.wanted)
         if place:
             self.add(row.id, max(since, now), min(place, LAST_PLACE_TO_WAIT), overdue=overdue)
             return False

@@ -87,16 +87,19 @@ class Partitions:
             return None
         return frozenset(lane for lane, place in enumerate(self._places(self._listeners)) if place < _HEARD_BY)
 
-    def place(self, id_: str, queue: str, needs: Sequence[str] = ()) -> int:
-        """Return how many workers that can run a task come before this one in its lane."""
-        return self._places(self._able_to(id_, queue, needs))[lane_of(id_)]
+    def place(self, id_: str, queue: str, needs: Sequence[str] = (), wanted: int = 1) -> int:
+        """Return how many workers that can run a task come before this one in its lane.
 
-    def place_to_hear(self, id_: str, queue: str, needs: Sequence[str] = ()) -> int:
-        """Return how many listening workers that can run a task come before this one in its lane."""
+        `wanted`: how many it is for. So many come first, and get in nobody's way.
+        """
+        return max(0, self._places(self._able_to(id_, queue, needs))[lane_of(id_)] - (wanted - 1))
+
+    def place_to_hear(self, id_: str, queue: str, needs: Sequence[str] = (), wanted: int = 1) -> int:
+        """Return how many listening workers that can run a task come before this one in its lane, as `place` does."""
         able = self._able_to(id_, queue, needs)
         if (places := self._hearing.get(able)) is None:
             places = self._hearing[able] = self._places(able & self._listeners)
-        return places[lane_of(id_)]
+        return max(0, places[lane_of(id_)] - (wanted - 1))
 
     def place_to_accept(self, id_: str, *, heard: bool) -> int:
         """Return how many workers come before this one in the lane of an inserted task. Every worker can accept it.
