@@ -245,7 +245,8 @@ class Listener:
         needs = task.get("needs") or ()
         if not self._me.is_allowed(named) or not self._me.has(needs):
             return
-        wanted = option.get("concurrent_worker_cnt", 1)
+        wanted = option.get("concurrent_worker_cnt")
+        wanted = wanted if isinstance(wanted, int) else 1
         place = 0 if named else self._partitions.place_to_hear(change.id, queue, needs, wanted)
         if place > _LAST_PLACE_TO_TRY:
             return

@@ -53,6 +53,12 @@ async def _a_stranger_looks_like_a_task(_: Job, tasks: Tasks) -> None:
     await tasks.insert_one({"_id": 17, "name": "job", "queue": "default", "next_claim_time": now, "task_option": 3})
 
 
+async def _the_option_of_a_task_is_odd(_: Job, tasks: Tasks) -> None:
+    odd = {"task_option": {"concurrent_worker_cnt": "many", "priority": "high"}, "task_state": {"worker_states": []}}
+    place = {"name": "job", "key": "odd", "queue": "default", "status": "INIT", "next_claim_time": datetime.now(UTC)}
+    await tasks.insert_one({"_id": "job:odd", **place, **odd})
+
+
 async def _a_task_is_replaced_by_what_is_none(job: Job, tasks: Tasks) -> None:
     await job.configure(delay_ms=3_600_000).publish("replaced")
     await tasks.replace_one({"_id": "job:replaced"}, {"name": "job", "queue": ["default"]})
@@ -85,6 +91,7 @@ ODD: list[Callable[[Job, Tasks], Awaitable[None]]] = [
     _a_stranger_stands_there,
     _a_stranger_has_the_name_of_a_task,
     _a_stranger_looks_like_a_task,
+    _the_option_of_a_task_is_odd,
     _a_task_is_replaced_by_what_is_none,
     _the_word_of_what_happened_is_spoilt,
     _an_event_is_larger_than_a_document_may_be,

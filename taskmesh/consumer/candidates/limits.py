@@ -171,7 +171,7 @@ class Limits:
             self._reopen(place)
 
     def skip_full(self) -> frozenset[str]:
-        """Return the queues that have no room now, in which a scan need not look until they have."""
+        """Return the queues that have no room now, which a scan skips. It has to look there when they have room again."""
         full = frozenset(queue for queue, group in self._shut if group is None)
         self._turned_away.update((queue, None) for queue in full)
         return full
@@ -469,7 +469,9 @@ class Limits:
         best = list(itertools.islice(self._parked.get(place, ()), count))
         for candidate in best:
             self._candidates.offer(replace(candidate, due=time.monotonic(), timed=False))
-        if not best:
+        if best:
+            self._candidates.ready.set()
+        else:
             self._parked.pop(place, None)
             self._first.discard(place)
             if place in self._turned_away:
