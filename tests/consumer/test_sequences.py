@@ -48,6 +48,31 @@ async def test_nothing_is_left_of_a_line_that_is_empty(mesh: TaskMesh, mongo_uri
         assert client[database]["tasks"].count_documents({"status": "SUCCESS"}) == 2
 
 
+async def test_a_head_that_a_worker_has_not_opened_before_it_died_is_opened_by_the_next_look(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the head already: that it stays shut is noticed by its gate alone. The mark of the task before it is left."""
+    open_heads, died_before = sequences._open, list[str]()
+
+    async def opens_or_dies(store: Any, heads: Any) -> bool:
+        if not died_before and (new := [head["head"] for head in heads if head["head"] != "work:k0"]):
+            died_before.extend(new)
+            return False
+        return await open_heads(store, heads)
+
+    monkeypatch.setattr(sequences, "_open", opens_or_dies)
+
+    @mesh.task
+    async def work() -> None:
+        return None
+
+    handles = await work.configure(sequence_key="a").publish_many({f"k{n}": {} for n in range(3)})
+    async with working(mesh, "w1"):
+        for handle in handles:
+            await handle.result(timeout=60)
+    assert died_before == ["work:k1"]
+
+
 async def test_until_idle_works_off_a_whole_line(mesh: TaskMesh) -> None:
     ran: list[int] = []
 
