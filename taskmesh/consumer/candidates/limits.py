@@ -144,7 +144,7 @@ class Limits:
         self._given_back: set[str] = set()
         """Tasks that a claim has won and that do not start: their lease is being given back."""
         self._shut: dict[Place, _Shut] = {}
-        self._first: set[Place] = set()
+        self._asks_first: set[Place] = set()
         """Where this worker had a share of the rate when it asked last, so that it asks first when there is room again."""
         self._parked: dict[Place, _Parked] = {}
         self._turned_away: set[Place] = set()
@@ -409,8 +409,8 @@ class Limits:
         one, if it does not.
         """
         pause, window = self._clock.monotonic(next_start) - time.monotonic(), self._window(place)
-        is_first = had_some or place in self._first
-        (self._first.add if had_some else self._first.discard)(place)
+        is_first = had_some or place in self._asks_first
+        (self._asks_first.add if had_some else self._asks_first.discard)(place)
         behind = 0.0 if is_first else random_up_to(_OTHERS_APART_S * self._partitions.others_cnt)
         # A start is counted from the end of its booking, until it is confirmed.
         self._shut_for(
@@ -473,7 +473,7 @@ class Limits:
             self._candidates.ready.set()
         else:
             self._parked.pop(place, None)
-            self._first.discard(place)
+            self._asks_first.discard(place)
             if place in self._turned_away:
                 self._turned_away.discard(place)
                 self._candidates.order_scan()
