@@ -61,6 +61,10 @@ _MAX_COMBINATIONS = 150
 """The most names × queues in one query. Above about 200 the server sorts in memory instead of merging index ranges."""
 _FOR_ANYBODY: tuple[Sort, ...] = ("waiting", "shared")
 _SORTS: tuple[Sort, ...] = ("named", *_FOR_ANYBODY)
+_BY_PRIORITY: tuple[Sort, ...] = ("named", "waiting")
+_URGENT_EVERY_S = 0.1
+"""How often to look for tasks that go before all of a backlog."""
+_PAGE_OF_URGENT = 50
 _USUAL_PAGE = 1_000
 _PASSES_AHEAD = 2.5
 """A page holds what is taken during so many passes. If there are many workers, each passes over all tasks to find its own."""
@@ -163,7 +167,50 @@ class Scanner:
                     self._told_outage = True
                 self._candidates.unread = True
                 await asyncio.sleep(0.2)
-            await until(self._candidates.scan_wanted, _PATIENCE_S if self._again_soon else varied(self._pause_s, 0.1))
+            await self._rest(_PATIENCE_S if self._again_soon else varied(self._pause_s, 0.1))
+
+    async def _rest(self, pause_s: float) -> None:
+        """Wait for the next pass.
+
+        Meanwhile look for tasks that go before a backlog of which only a part was read: nothing else announces them.
+        """
+        over = time.monotonic() + pause_s
+        looks = True
+        while (left_s := over - time.monotonic()) > 0:
+            every_s = self._partitions.in_turn(_URGENT_EVERY_S) if looks else left_s
+            if await until(self._candidates.scan_wanted, min(every_s, left_s)) or left_s <= every_s:
+                return
+            try:
+                looks = await self._look_for_urgent()
+            except PyMongoError as error:
+                logger.debug("could not look for urgent tasks (%s): the scan will find them", type(error).__name__)
+
+    async def _look_for_urgent(self) -> bool:
+        """Offer tasks of a higher priority than any that is unread. Return whether to look again before the next pass.
+
+        A worker that finds none in its own lanes takes one from another's that has not been claimed for a moment: its owner may
+        be busy for long.
+        """
+        above = self._candidates.unread_priority
+        if above is None or not self.open:
+            return False
+        found: list[Claimable] = []
+        full = False
+        for what in self._ranges(own=False):
+            for sort in _BY_PRIORITY:
+                page = await scan(self._store, self._me, replace(what, above=above), _PAGE_OF_URGENT, sort)
+                found += page.rows
+                full |= page.full
+        rows = await self._fitting(found)
+        brought = self._offer([row for row in rows if row.named or self._place(row) == 0])
+        if not brought:
+            now = time.monotonic()
+            patience = {row.id: _URGENT_EVERY_S * min(self._place(row), LAST_PLACE_TO_WAIT) for row in rows}
+            left = (row for row in rows if now - self._clock.monotonic(row.next_claim_time) >= patience[row.id])
+            brought = any(self._offer([row], place=0) for row in left)
+        if brought:
+            self._candidates.ready.set()
+        return bool(brought) or not full
 
     def _pause_after(self, brought: int) -> float:
         """Return how long to wait for the next pass, unless something requests it earlier."""

@@ -159,6 +159,8 @@ class ScanRange:
     """By the server's clock, as well as the worker knows it. The claim decides what may be claimed."""
     since: datetime | None = None
     """Only what has become due after that."""
+    above: int | None = None
+    """Only what has a higher priority."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -234,6 +236,8 @@ def _scan_query(worker: Claimant | str, what: ScanRange, sort: Sort) -> Document
         "name": {"$in": list(what.names)},
         "next_claim_time": {"$type": "date", "$lte": what.until, **({"$gt": what.since} if what.since else {})},
     }
+    if what.above is not None:
+        query["task_option.priority"] = {"$gt": what.above}
     if sort == "named":
         query["task_option.specific_worker_ids"] = _any_of(worker)
     else:

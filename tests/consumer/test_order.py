@@ -305,3 +305,60 @@ async def test_a_priority_that_was_lowered_counts_for_whoever_knew_the_task_befo
         go_on.set()
         await eventually(lambda: len(ran) >= 3)
     assert ran[1] == "second"
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["for anybody", "for this worker"])
+async def test_an_urgent_task_is_next_though_only_a_part_of_the_backlog_was_read(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    """Under a backlog new tasks are not announced, and the next scan is up to a second away."""
+    ran: list[str] = []
+    go_on = asyncio.Event()
+
+    @mesh.task
+    async def job() -> None:
+        ran.append(current_task().key)
+        await go_on.wait()
+
+    await job.publish_many({str(n): {} for n in range(1_100)})
+    async with working(mesh, "w", concurrency=1) as consumer:
+        parts = parts_of(consumer)
+        await eventually(lambda: ran and not parts.listener.wants_hints, what="there is more than enough to do")
+        monkeypatch.setattr(scanner, "SCAN_EVERY_S", 3_600.0)
+        scans = parts.scanner.scans
+        await eventually(lambda: parts.scanner.scans > scans, what="the last scan for long")
+        await job.configure(priority=1, specific_worker_ids=["w"] if named else ()).publish("urgent")
+        await eventually(lambda: "job:urgent" in parts.candidates, what="it is known")
+        go_on.set()
+        await eventually(lambda: len(ran) >= 2)
+    assert ran[1] == "urgent"
+
+
+async def test_an_urgent_task_does_not_wait_for_a_busy_worker_while_others_work_off_a_backlog(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, str]] = []
+    go_on = {"a": asyncio.Event(), "b": asyncio.Event()}
+
+    @mesh.task
+    async def job() -> None:
+        me = current_task().worker_id
+        ran.append((me, current_task().key))
+        await go_on[me].wait()
+
+    await job.publish_many({str(n): {} for n in range(2_500)})
+    async with all_working(mesh, ["a", "b"], concurrency=1) as (_, b):
+        parts = parts_of(b)
+        await eventually(
+            lambda: len(ran) == 2 and not parts.listener.wants_hints, what="both are busy, and have enough"
+        )
+        await eventually(lambda: not parts.partitions.alone, what="it knows of the other")
+        monkeypatch.setattr(scanner, "SCAN_EVERY_S", 3_600.0)
+        scans = parts.scanner.scans
+        await eventually(lambda: parts.scanner.scans > scans, what="the last scan for long")
+        key = next(key for n in range(1_000) if parts.partitions.place(f"job:{(key := f'urgent-{n}')}", "default"))
+        await job.configure(priority=1).publish(key)
+        await eventually(lambda: f"job:{key}" in parts.candidates, what="it is known")
+        go_on["b"].set()
+        await eventually(lambda: len(ran) >= 3)
+    assert ran[2] == ("b", key)

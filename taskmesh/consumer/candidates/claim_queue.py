@@ -271,6 +271,11 @@ class ClaimQueue:
         if sum(map(self.offer, behind.values())):
             self.ready.set()
 
+    @property
+    def unread_priority(self) -> int | None:
+        """The highest priority of the tasks that the last scan did not read. None: it has read all, or is still to come."""
+        return None if self._known_to is None or self._known_to == NOTHING else -self._known_to[0]
+
     def want_more(self) -> None:
         """Request a scan if few candidates are left and there is more work."""
         if self.more and self.runs_low():
