@@ -60,8 +60,9 @@ _PAYLOADS_EVERY_S = 60.0
 _MAX_COMBINATIONS = 150
 """The most names × queues in one query. Above about 200 the server sorts in memory instead of merging index ranges."""
 _FOR_ANYBODY: tuple[Sort, ...] = ("waiting", "shared")
-_SORTS: tuple[Sort, ...] = ("named", *_FOR_ANYBODY)
-_BY_PRIORITY: tuple[Sort, ...] = ("named", "waiting")
+_SORTS: tuple[Sort, ...] = ("named", "labelled", *_FOR_ANYBODY)
+_FOR_OTHERS_TOO: tuple[Sort, ...] = (*_FOR_ANYBODY, "labelled")
+_WAITING: tuple[Sort, ...] = ("named", "labelled", "waiting")
 _URGENT_EVERY_S = 0.1
 """How often to look for tasks that go before all of a backlog."""
 _PAGE_OF_URGENT = 50
@@ -79,6 +80,8 @@ _OVERLAP = timedelta(seconds=2)
 _MOST_CURSORS = 100
 _Place = tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...] | None, Sort]
 """Names, queues, lanes and sort: what a scan looks at."""
+_Lane = tuple[int, bool]
+"""A lane, and whether of the tasks that need labels: their workers are others."""
 _PATIENCE_S = 0.2
 _PATIENCE_OF_THE_BUSY_S = 2.0
 
@@ -143,9 +146,9 @@ class Scanner:
         self._next_help = 0.0
         self._again_soon = False
         self._pause_s = SCAN_EVERY_S
-        self._heads: dict[tuple[int, str], float] = {}
+        self._heads: dict[tuple[_Lane, str], float] = {}
         """The head of each lane when all lanes were last looked at, and since when it has been the head."""
-        self._left_to_me: set[int] = set()
+        self._left_to_me: set[_Lane] = set()
         """The neglected lanes from which the last look took something."""
         self._tried_in_vain = 0
         """How many claims had won nothing by then."""
@@ -197,12 +200,12 @@ class Scanner:
         found: list[Claimable] = []
         full = False
         for what in self._ranges(own=False):
-            for sort in _BY_PRIORITY:
+            for sort in _WAITING:
                 page = await scan(self._store, self._me, replace(what, above=above), _PAGE_OF_URGENT, sort)
                 found += page.rows
                 full |= page.full
         rows = await self._fitting(found)
-        brought = self._offer([row for row in rows if row.named or self._place(row) == 0])
+        brought = self._offer([row for row in rows if self._is_mine(row)])
         if not brought:
             now = time.monotonic()
             patience = {row.id: _URGENT_EVERY_S * min(self._place(row), LAST_PLACE_TO_WAIT) for row in rows}
@@ -323,7 +326,9 @@ class Scanner:
                 # Where the last page contained nothing for this worker, a small page is enough to see whether that has changed.
                 size = _PAGE_BESIDE if _place_of(what, sort) in self._heads_refused else self._page
                 page = await scan(self._store, self._me, what, size, sort)
-                found += await self._fitting(page.rows)
+                # (No lane of the index tells which of the workers with these labels comes first.)
+                rows = page.rows if sort != "labelled" else [row for row in page.rows if self._is_mine(row)]
+                found += await self._fitting(rows)
                 if page.full:
                     behind.update(what.queues)
                     full.append((what, sort))
@@ -390,7 +395,7 @@ class Scanner:
         found: list[Claimable] = []
         full: list[tuple[ScanRange, Sort]] = []
         for what in self._ranges(own=False):
-            for sort in _FOR_ANYBODY:
+            for sort in _FOR_OTHERS_TOO:
                 page = await scan(self._store, self._me, what, limit, sort)
                 found += page.rows
                 if page.full:
@@ -409,7 +414,7 @@ class Scanner:
         }
         self._again_soon = free > 0 and len(neglected) < len(heads)
         for row in rows:
-            lane = lane_of(row.id)
+            lane = _lane(row)
             if lane in neglected and brought < max(free, 1) and self._offer([row], place=0):
                 brought += 1
                 if self._place(row):
@@ -425,17 +430,21 @@ class Scanner:
         now = time.monotonic()
         return 2 * sum(self._candidates.knows(row.id, now) for row in rows) > len(rows)
 
+    def _is_mine(self, row: Claimable) -> bool:
+        """Whether a task names this worker, or lies in one of its lanes."""
+        return row.named or self._place(row) == 0
+
     def _place(self, row: Claimable) -> int:
         return self._partitions.place(row.id, row.queue, row.needs, row.wanted)
 
-    def _heads_of_lanes(self, rows: Sequence[Claimable], now: float) -> Mapping[int, Claimable]:
+    def _heads_of_lanes(self, rows: Sequence[Claimable], now: float) -> Mapping[_Lane, Claimable]:
         """Return the head of each lane, and note since when it is that.
 
         Heads of lanes that were left to this worker count as old.
         """
-        heads: dict[int, Claimable] = {}
+        heads: dict[_Lane, Claimable] = {}
         for row in rows:
-            heads.setdefault(lane_of(row.id), row)
+            heads.setdefault(_lane(row), row)
         in_vain = self._candidates.tried_in_vain
         left_to_me = self._left_to_me if in_vain == self._tried_in_vain else ()
         self._heads = {
@@ -487,6 +496,10 @@ class Scanner:
             await cursor.close()
         while len(self._read_to) >= _MOST_CURSORS:
             del self._read_to[next(iter(self._read_to))]
+
+
+def _lane(row: Claimable) -> _Lane:
+    return lane_of(row.id), bool(row.needs)
 
 
 def _place_of(what: ScanRange, sort: Sort) -> _Place:

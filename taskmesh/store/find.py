@@ -129,13 +129,14 @@ class Claimable:
     next_claim_time: Any
     group: str | None = None
     needs: Sequence[str] = ()
-    """The labels that a worker must have, as they are stored."""
+    """The labels that a worker must have, as they are stored, if its document was read."""
     wanted: int = 1
     """How many workers it is for, if its document was read: the index does not tell."""
 
 
-Sort = Literal["waiting", "shared", "named"]
-"""What a scan looks for: waiting tasks for anybody; running tasks with room for more workers; tasks that name this worker.
+Sort = Literal["waiting", "shared", "named", "labelled"]
+"""What a scan looks for: waiting tasks for anybody; running tasks with room for more workers; tasks that name this worker; tasks
+that need labels of which it has at least one.
 
 Each has an index of its own, so that none starves the others."""
 IN_ORDER = [("task_option.priority", -1), ("next_claim_time", 1)]
@@ -144,8 +145,14 @@ _ORDER: dict[Sort, list[tuple[str, int]]] = {
     "waiting": [*IN_ORDER, ("publish_number", 1)],
     "shared": IN_ORDER,
     "named": IN_ORDER,
+    "labelled": IN_ORDER,
 }
-_INDEX: dict[Sort, str | None] = {"waiting": "taskmesh_waiting_in_order", "shared": "taskmesh_shared", "named": None}
+_INDEX: dict[Sort, str | None] = {
+    "waiting": "taskmesh_waiting_in_order",
+    "shared": "taskmesh_shared",
+    "named": None,
+    "labelled": "taskmesh_claimable_by_label",
+}
 
 
 @dataclass(slots=True, frozen=True)
@@ -231,7 +238,7 @@ def _untouched(task: Document) -> Claimable:
 
 def _scan_query(worker: Claimant | str, what: ScanRange, sort: Sort) -> Document:
     query: Document = {
-        "pinned": sort == "named",
+        "pinned": sort in ("named", "labelled"),
         "queue": {"$in": list(what.queues)},
         "name": {"$in": list(what.names)},
         "next_claim_time": {"$type": "date", "$lte": what.until, **({"$gt": what.since} if what.since else {})},
@@ -240,6 +247,8 @@ def _scan_query(worker: Claimant | str, what: ScanRange, sort: Sort) -> Document
         query["task_option.priority"] = {"$gt": what.above}
     if sort == "named":
         query["task_option.specific_worker_ids"] = _any_of(worker)
+    elif sort == "labelled":
+        query["needs"] = _labels_of(worker)
     else:
         query["status"] = "INIT" if sort == "waiting" else "RUNNING"
         if what.lanes is not None:
@@ -251,8 +260,17 @@ def _scan_query(worker: Claimant | str, what: ScanRange, sort: Sort) -> Document
 
 def _any_of(worker: Claimant | str) -> Any:
     """Match any of the names by which a task may name this worker."""
-    names = (Claimant(worker) if isinstance(worker, str) else worker).names
+    names = _claimant(worker).names
     return names[0] if len(names) == 1 else {"$in": names}
+
+
+def _labels_of(worker: Claimant | str) -> Document:
+    """Match any of the worker's labels. Whether it has all that a task needs, the rule decides."""
+    return {"$in": list(_claimant(worker).labels)}
+
+
+def _claimant(worker: Claimant | str) -> Claimant:
+    return Claimant(worker) if isinstance(worker, str) else worker
 
 
 async def fitting(store: Store, found: Sequence[Claimable], narrowed_by: Mapping[str, Any]) -> list[Claimable]:
@@ -311,7 +329,7 @@ def claimable_fields(now: rules.Expression, worker: Claimant | str) -> Document:
         "priority": "$task_option.priority",
         "fail_cnt": rules.with_facts(now, rules.FAIL_CNT),
         "claim_time": rules.claim_time(worker, now),
-        "pinned": 1,
+        "named": {"$ne": ["$task_option.specific_worker_ids", []]},
         "needs": 1,
         "wanted": "$task_option.concurrent_worker_cnt",
     }
@@ -333,7 +351,7 @@ def claimable_from(document: Document) -> Claimable:
         and (group is None or isinstance(group, str))
     ):
         raise Strange(f"the document {id_!r}")
-    named, number = document.get("pinned") is True, number_of(document, opens)
+    named, number = document.get("named") is True, number_of(document, opens)
     # In a foreign document it may be no list: then the rule lets nobody have it.
     needs = tuple(map(str, needs)) if (needs := document.get("needs")) and isinstance(needs, list) else ()
     wanted = wanted if isinstance(wanted := document.get("wanted"), int) else 1
@@ -495,6 +513,7 @@ async def unfinished_left(
             {"status": "RUNNING", **place},
             {"status": "INIT", "pinned": False, **due},
             {"status": "INIT", "pinned": True, "task_option.specific_worker_ids": _any_of(worker), **due},
+            {"status": "INIT", "pinned": True, "needs": _labels_of(worker), **due},
         ]
     }
     if narrowed_by:

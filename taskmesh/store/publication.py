@@ -96,7 +96,7 @@ def new_document(publication: Publication, now: datetime, option: Mapping[str, A
         },
         "status": "INIT",
         "next_claim_time": max(start_time, called_for) if start_time else called_for,
-        "pinned": bool(configuration.option.specific_worker_ids),
+        "pinned": bool(configuration.option.specific_worker_ids or configuration.needs),
         "lane": lane_of(id_),
         "publish_id": publication.publish_id,
         "publish_number": number,

@@ -523,7 +523,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
         {
             "$set": {
                 "status": "$_derived.status",
-                "pinned": {"$ne": ["$task_option.specific_worker_ids", []]},
+                "pinned": {"$or": [{"$ne": ["$task_option.specific_worker_ids", []]}, {"$gt": ["$needs", []]}]},
                 "next_claim_time": _present_if(
                     {"$lt": ["$_derived.next_claim_time", NEVER]}, "$_derived.next_claim_time"
                 ),

@@ -74,6 +74,11 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
         ],
         {"partialFilterExpression": {"pinned": True, "next_claim_time": _present}},
     ),
+    # The same by the labels that they need: a worker reads no backlog that is for others.
+    "claimable_by_label": (
+        [("needs", 1), ("queue", 1), ("name", 1), ("task_option.priority", -1), ("next_claim_time", 1)],
+        {"partialFilterExpression": {"pinned": True, "needs": _present, "next_claim_time": _present}},
+    ),
     # Claimable tasks by group: where much waits, each group is looked at by itself. Empty without groups. It has no other fields,
     # so that the server can step from group to group, and takes no other index for that.
     "by_group": (

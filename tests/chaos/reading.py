@@ -233,7 +233,7 @@ class Reading:
             "status": status,
             "queue": queue,
             "group": place.get("group"),
-            "pinned": bool(self.option["specific_worker_ids"]),
+            "pinned": bool(self.option["specific_worker_ids"] or self.document.get("needs")),
             "next_claim_time": None if opens == NEVER else opens,
             "settle_time": None if finished or not settles else settles[0],
             "finish_time": finish_time,

@@ -93,7 +93,7 @@ def _first_of(
 ) -> list[Document]:
     which: dict[str, Any] = {"queue": queue, "group": {"$eq": group}, "name": {"$in": sorted(names)}}
     # Not `pinned: False`: for that the server would take the index of all that waits, where other groups are in front.
-    which |= {"next_claim_time": {"$lte": until}, "pinned": {"$ne": True}}
+    which |= {"next_claim_time": {"$lte": until}, "task_option.specific_worker_ids.0": {"$exists": False}}
     return [
         # What is due of the group, for anybody, in these lanes.
         {"$match": which | ({} if lanes is None else {"lane": {"$in": list(lanes)}})},
