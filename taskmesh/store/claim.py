@@ -112,6 +112,7 @@ _HANDLED_BY_SHORT_CLAIM = {
     "group",
     "next_claim_time",
     "settle_time",
+    "pinned",
     # Without an entry the rule does not look at these.
     *(f"task_option.unexpected_retry_{name}" for name in ("delay_ms", "delay_scope", "backoff", "jitter")),
     "task_option.retain_success_ms",

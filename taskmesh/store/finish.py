@@ -61,6 +61,8 @@ HANDLED_BY_SHORT_SUCCESS = _WAITED_FOR | {
     "params",
     "next_claim_time",
     "settle_time",
+    "needs",
+    "pinned",
     # In a finished task the rule does not look at these.
     *(f"task_state.{name}" for name in ("after", "stages", "own_params", "detached", "place", "on_sequence_failure")),
     *(f"task_state.{name}" for name in ("create_time", "start_time", "expire_time", "resume_time", "params_version")),

@@ -413,6 +413,8 @@ def _settle_time() -> Expression:
     return {"$min": [ended_by_time(), {"$cond": [to_move, {"$max": "$$live.ping_expire_time"}, None]}]}
 
 
+PINNED: Expression = {"$or": [{"$ne": ["$task_option.specific_worker_ids", []]}, {"$gt": ["$needs", []]}]}
+"""Whether the task is for some workers alone: it names them, or needs labels. Such tasks have indexes of their own."""
 _moves: Expression = {
     "$and": [
         {"$gt": [MOVES_TO, None]},
@@ -428,7 +430,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
     Nothing else writes these fields, so they cannot drift, except for inserts, whose values are trivial, and the short
     forms (`plain`), which write what this would. An unfinished task for which `where` is false keeps its fields.
     """
-    stored = {field: f"${field}" for field in ("status", "next_claim_time", "settle_time")}
+    stored = {field: f"${field}" for field in ("status", "next_claim_time", "settle_time", "pinned")}
     was_finished = {"$not": [{"$in": [{"$ifNull": ["$status", "INIT"]}, ["INIT", "RUNNING"]]}]}
     # A finished task has left its line: restarted, it joins it again, at another place.
     back_in_line = {"$and": [was_finished, {"$gt": [LINE, None]}]}
@@ -454,7 +456,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
             "in": {
                 "$mergeObjects": [
                     {"$cond": [{"$in": ["$$status", ["INIT", "RUNNING"]]}, unfinished, settled]},
-                    {"moves": _moves},
+                    {"moves": _moves, "pinned": PINNED},
                 ]
             },
         }
@@ -523,7 +525,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
         {
             "$set": {
                 "status": "$_derived.status",
-                "pinned": {"$or": [{"$ne": ["$task_option.specific_worker_ids", []]}, {"$gt": ["$needs", []]}]},
+                "pinned": "$_derived.pinned",
                 "next_claim_time": _present_if(
                     {"$lt": ["$_derived.next_claim_time", NEVER]}, "$_derived.next_claim_time"
                 ),
