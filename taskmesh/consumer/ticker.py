@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from datetime import datetime, timedelta
 from zlib import crc32
 
@@ -26,6 +27,8 @@ logger = logging.getLogger("taskmesh.ticker")
 
 _LOOK_EVERY_S = 1.0
 _WHEN_OTHERS_ARE_AT_IT_S = 0.02
+_AT_ONCE = 32
+"""How many schedules a worker looks after at the same time: a tick waits for a majority of the replica set twice."""
 
 
 class Ticker:
@@ -54,13 +57,19 @@ class Ticker:
         if not waiting:
             return varied(_LOOK_EVERY_S, 0.1)
         attendance = await schedules.attend(self._store)
-        pause = varied(_LOOK_EVERY_S, 0.1)
-        for schedule in waiting:
-            if schedule["next_time"] > attendance.now:
-                ahead: float = (schedule["next_time"] - attendance.now).total_seconds()
-                return min(pause, ahead + 0.001)
-            pause = min(pause, await self._look_after(schedule, attendance))
-        return pause
+        due = [schedule for schedule in waiting if schedule["next_time"] <= attendance.now]
+        pauses = [varied(_LOOK_EVERY_S, 0.1)]
+        if len(due) < len(waiting):
+            pauses.append((waiting[len(due)]["next_time"] - attendance.now).total_seconds() + 0.001)
+        # Some of the latest, so that workers that look at the same moment are seldom at the same schedule.
+        latest = due[: 4 * _AT_ONCE]
+        some = random.sample(latest, min(len(latest), _AT_ONCE))
+        ended = await asyncio.gather(*(self._look_after(each, attendance) for each in some), return_exceptions=True)
+        for pause in ended:
+            if isinstance(pause, BaseException):
+                raise pause
+            pauses.append(pause)
+        return min(pauses)
 
     async def _look_after(self, schedule: Document, attendance: Attendance) -> float:
         """Publish the ticks of one schedule. Return when to look at it again."""

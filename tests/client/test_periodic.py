@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import pairwise
@@ -11,6 +12,8 @@ from zoneinfo import ZoneInfo
 
 import anyio
 import pytest
+from pymongo import AsyncMongoClient
+from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
 
 from taskmesh import InvalidOption, InvalidParams, TaskMesh, TaskNotFound, TaskOption, current_task
 from taskmesh.consumer.ticker import Ticker
@@ -63,6 +66,44 @@ async def test_t44_every_tick_is_published_once_however_many_race(mesh: TaskMesh
         await look_at(mesh, START + timedelta(minutes=minute, milliseconds=minute * 3), *racing)
     assert await keys(mesh, "report") == [f"report@2036-06-01T12:0{n}:00Z" for n in range(1, 6)]
     assert sum(one.published for one in racing) == 5
+
+
+async def test_t44_of_many_schedules_that_tick_together_each_tick_is_published_once_and_none_waits_for_all_others(
+    mongo_uri: str, database: str
+) -> None:
+    in_flight = _InFlight()
+    client: Any = AsyncMongoClient(mongo_uri, event_listeners=[in_flight], tz_aware=True)
+    async with client, TaskMesh(client, database=database) as mesh:
+        set_time(mesh, START)
+        for n in range(150):
+            await mesh.every("report", schedule_id=f"s{n}", cron="* * * * *")
+        in_flight.most = 0
+        one = ticker(mesh)
+        await look_at(mesh, START + timedelta(minutes=1), one)
+        assert one.published == 150
+        assert in_flight.most >= 10, "their writes wait for a majority side by side"
+        racing = [ticker(mesh) for _ in range(3)]
+        await look_at(mesh, START + timedelta(minutes=2), *racing)
+        assert sum(each.published for each in racing) == 150
+        assert set(Counter(key.partition("@")[2] for key in await keys(mesh, "report")).values()) == {150}
+
+
+class _InFlight(CommandListener):
+    """Counts the updates that wait for their answer."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def started(self, event: CommandStartedEvent) -> None:
+        if event.command_name == "update":
+            self.now += 1
+            self.most = max(self.most, self.now)
+
+    def succeeded(self, event: CommandSucceededEvent) -> None:
+        self.now -= event.command_name == "update"
+
+    def failed(self, event: CommandFailedEvent) -> None:
+        self.now -= event.command_name == "update"
 
 
 @pytest.mark.parametrize(
