@@ -2,6 +2,7 @@
 
 It scans at the start, after every gap in the stream, whenever the claim queue runs low while there is more work, and once a
 second as a safety net: that finds what no event announced, leases that ran out, and delayed tasks that are about to start.
+Between two scans of a backlog it looks for tasks that are more urgent than all of that.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -86,6 +87,22 @@ async def test_t44_of_many_schedules_that_tick_together_each_tick_is_published_o
         await look_at(mesh, START + timedelta(minutes=2), *racing)
         assert sum(each.published for each in racing) == 150
         assert set(Counter(key.partition("@")[2] for key in await keys(mesh, "report")).values()) == {150}
+
+
+async def test_schedules_that_a_worker_cannot_look_after_hold_up_no_others(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_time(mesh, START)
+    for n in range(150):
+        await mesh.every("strange", schedule_id=f"s{n}", cron="* * * * *")
+    await mesh.every("known", interval_ms=90_000)
+    monkeypatch.setitem(sys.modules, "cronsim", None)  # as where the extra is not installed
+    set_time(mesh, START + timedelta(minutes=2))
+    one = ticker(mesh)
+    for _ in range(30):
+        await one.run_once()
+    assert len(await keys(mesh, "known")) == 1
+    assert await keys(mesh, "strange") == []
 
 
 class _InFlight(CommandListener):
