@@ -119,8 +119,9 @@ def seen_by_others(
     *,
     listens: bool = True,
     labels: dict[str, Any] | None = None,
+    running: int = 0,
 ) -> WorkerInfo:
-    """Return a live worker as the registry has it."""
+    """Return a live worker with one slot as the registry has it."""
     return WorkerInfo(
         worker_id=worker_id,
         host="elsewhere",
@@ -130,7 +131,7 @@ def seen_by_others(
         names=list(names),
         queues=queues,
         concurrency=1,
-        running=0,
+        running=running,
         last_seen=datetime.now(UTC),
         listens=listens,
         labels=labels or {},

@@ -67,6 +67,8 @@ _WAITING: tuple[Sort, ...] = ("named", "labelled", "waiting")
 _URGENT_EVERY_S = 0.1
 """How often to look for tasks that go before all of a backlog."""
 _PAGE_OF_URGENT = 50
+_HELP_EVERY_S = 0.25
+"""How often a worker with free slots scans while others have none, and so cannot take the new tasks that only they hear of."""
 _USUAL_PAGE = 1_000
 _PASSES_AHEAD = 2.5
 """A page holds what is taken during so many passes. If there are many workers, each passes over all tasks to find its own."""
@@ -219,7 +221,9 @@ class Scanner:
     def _pause_after(self, brought: int) -> float:
         """Return how long to wait for the next pass, unless something requests it earlier."""
         if self._listening.wanted:
-            return SCAN_EVERY_S
+            has_room = self._executions.free_slots > self._candidates.ready_count(time.monotonic())
+            helps = has_room and self._partitions.others_are_full
+            return min(SCAN_EVERY_S, self._partitions.in_turn(_HELP_EVERY_S)) if helps else SCAN_EVERY_S
         if brought:
             return _ASK_AGAIN_S
         return min(2 * self._pause_s, self._partitions.in_turn(SCAN_EVERY_S), ASK_AT_LEAST_EVERY_S)
@@ -408,10 +412,12 @@ class Scanner:
         self._candidates.unread |= bool(full) and brought > 0
         heads = self._heads_of_lanes(rows, now)
         patience = _PATIENCE_S if free > 0 else _PATIENCE_OF_THE_BUSY_S
+        place = self._partitions.place_among_free if free > 0 else self._partitions.place
         neglected = {
             lane
             for lane, row in heads.items()
-            if now - self._heads[lane, row.id] >= patience * min(self._place(row), LAST_PLACE_TO_WAIT)
+            if now - self._heads[lane, row.id]
+            >= patience * min(place(row.id, row.queue, row.needs, row.wanted), LAST_PLACE_TO_WAIT)
         }
         self._again_soon = free > 0 and len(neglected) < len(heads)
         for row in rows:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from taskmesh import Status, Task, TaskMesh, TaskOption
+import pytest
+
+from taskmesh import Status, Task, TaskMesh, TaskOption, current_task
+from taskmesh.consumer import scanner
 from taskmesh.store import registry
 from taskmesh.store.claim import claim
 from tests.waiting import eventually
-from tests.working import lanes_of, seen_by_others, working
+from tests.working import all_working, lanes_of, parts_of, seen_by_others, working
 
 SHORT_LEASE = TaskOption(worker_timeout_ms=1_500, ping_interval_ms=500)
 BACKLOG = 3_000
@@ -62,6 +65,32 @@ async def test_a_task_in_the_lane_of_a_busy_worker_does_not_wait_for_the_end_of_
         await eventually(lambda: successful(mesh, urgent), what="the urgent task has its SUCCESS")
         waiting = [task async for task in mesh.find(status="INIT", limit=1)]
     assert waiting, "the backlog was worked off before: the test proves nothing"
+
+
+async def test_a_task_in_the_lane_of_full_workers_is_soon_taken_by_one_that_is_not(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first two workers in a lane try what they hear of."""
+    go_on = asyncio.Event()
+
+    @mesh.task
+    async def step(holds: bool = False) -> str:
+        if holds:
+            await go_on.wait()
+        return current_task().worker_id
+
+    async with all_working(mesh, ["full1", "full2", "free"], concurrency=1) as consumers:
+        for worker_id in ("full1", "full2"):
+            await step.configure(specific_worker_ids=[worker_id]).publish(worker_id, holds=True)
+        free = parts_of(consumers[2])
+        await eventually(lambda: len(free.partitions._full) == 2, what="it knows that both are full")
+        monkeypatch.setattr(scanner, "SCAN_EVERY_S", 3_600.0)
+        scans = free.scanner.scans
+        await eventually(lambda: free.scanner.scans >= scans + 3, what="it looks more often than others do")
+        keys = (str(n) for n in range(1_000))
+        third = next(key for key in keys if free.partitions.place_to_hear(f"step:{key}", "default") == 2)
+        assert await (await step.publish(third)).result(60) == "free"
+        go_on.set()
 
 
 async def successful(mesh: TaskMesh, key: str) -> Task | None:

@@ -56,6 +56,18 @@ def test_no_worker_has_two_lanes_more_than_another(workers: set[str]) -> None:
 
 
 @given(st.data(), WORKERS)
+def test_of_those_with_free_slots_one_comes_first_among_them(data: st.DataObject, workers: set[str]) -> None:
+    free = data.draw(st.sets(st.sampled_from(sorted(workers)), min_size=1))
+    fleet = [seen_by_others(worker, running=int(worker not in free)) for worker in workers]
+    partitions = {worker: lanes_of(worker, fleet) for worker in free}
+    for lane in range(LANES):
+        places = [each.place_among_free(IDS[lane], "default") for each in partitions.values()]
+        assert sorted(places) == list(range(len(free)))
+    for worker, each in partitions.items():
+        assert each.others_are_full == bool(workers - free - {worker})
+
+
+@given(st.data(), WORKERS)
 def test_of_those_that_listen_one_comes_first_to_hear(data: st.DataObject, workers: set[str]) -> None:
     listening = data.draw(st.sets(st.sampled_from(sorted(workers)), min_size=1))
     partitions = all_of(workers, listening)

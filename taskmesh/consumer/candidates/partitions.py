@@ -25,6 +25,7 @@ MOST_SHARES = 32
 """At most so many different shares are looked at one by one. Beyond that, work is divided as if all workers could run all of
 it, and what remains is found late."""
 _MOST_KINDS = 10_000
+_MOST_SETS = 1_000
 _HEARD_BY = 2
 """So many of the workers that listen are told of new tasks in a lane: the first in its order, and its backup."""
 
@@ -47,10 +48,13 @@ class Partitions:
         self._hearing: dict[frozenset[str], Sequence[int]] = {}
         """This worker's place among those of them that listen."""
         self._everybody = self._listeners = frozenset([self._worker_id])
+        self._full = frozenset[str]()
+        """The others that had no free slot when they last said how they are."""
 
     def set_workers(self, peers: Iterable[WorkerInfo]) -> bool:
         """Learn which workers are live and share some of this worker's work. Return whether anything changed."""
         others = [worker for worker in peers if worker.worker_id != self._worker_id]
+        self._full = frozenset(worker.worker_id for worker in others if worker.running >= worker.concurrency)
         known = {worker.worker_id: (worker.listens, worker.names, worker.queues, worker.labels) for worker in others}
         if known == self._known:
             return False
@@ -67,6 +71,11 @@ class Partitions:
     def alone(self) -> bool:
         """Whether no other worker does any of this work."""
         return not self._others
+
+    @property
+    def others_are_full(self) -> bool:
+        """Whether some other worker has no free slot: what lies in its lanes waits for the scan of another."""
+        return bool(self._full)
 
     @property
     def others_cnt(self) -> int:
@@ -93,6 +102,11 @@ class Partitions:
         `wanted`: how many it is for. So many come first, and get in nobody's way.
         """
         return max(0, self._places(self._able_to(id_, queue, needs))[lane_of(id_)] - (wanted - 1))
+
+    def place_among_free(self, id_: str, queue: str, needs: Sequence[str] = (), wanted: int = 1) -> int:
+        """Return how many workers with free slots come before this one, as `place` does."""
+        places = self._places(self._able_to(id_, queue, needs) - self._full)
+        return max(0, places[lane_of(id_)] - (wanted - 1))
 
     def place_to_hear(self, id_: str, queue: str, needs: Sequence[str] = (), wanted: int = 1) -> int:
         """Return how many listening workers that can run a task come before this one in its lane, as `place` does."""
@@ -148,6 +162,8 @@ class Partitions:
 
     def _places(self, workers: frozenset[str]) -> Sequence[int]:
         if (places := self._among.get(workers)) is None:
+            if len(self._among) >= _MOST_SETS:
+                self._among.clear()
             places = self._among[workers] = _places(self._worker_id, workers)
         return places
 
