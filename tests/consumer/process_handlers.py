@@ -107,9 +107,9 @@ def end_a_fork(number: int) -> int | str | None:
     if fork.exitcode is not None:
         return fork.exitcode
     stands = Path(f"/proc/{fork.pid}/status")
-    how = stands.read_text() if stands.exists() else None
+    how = " ".join(line for line in stands.read_text().splitlines() if "Sig" in line) if stands.exists() else None
     fork.kill()
-    return how
+    return f"{how}, here {signal.getsignal(number)}"
 
 
 def ears_of_a_fork(number: int) -> dict[str, bool]:
