@@ -406,8 +406,8 @@ class Scanner:
                 if page.full:
                     full.append((what, sort))
         rows = [row for row in await self._fitting(found) if self._clock.monotonic(row.next_claim_time) <= now]
-        # By lane alone these belong to workers that lack the labels, or that have done their part: no index knows what a task
-        # needs, or how many workers it is for.
+        # By lane alone these belong to workers that have done their part, or that lack the labels (of tasks of older releases,
+        # which stand among those for anybody): the index of what waits tells neither needs nor how many workers a task is for.
         brought = self._offer([row for row in rows if (row.needs or row.wanted > 1) and self._place(row) == 0])
         self._candidates.unread |= bool(full) and brought > 0
         heads = self._heads_of_lanes(rows, now)

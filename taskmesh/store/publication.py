@@ -118,7 +118,7 @@ def new_document(publication: Publication, now: datetime, option: Mapping[str, A
         document["task_state"] |= shut
         del document["next_claim_time"]
     if configuration.needs:
-        # The stamp tells scans that the index is not enough: whether a worker may have the task, the rule decides.
+        # The stamp tells whoever reads a group along its index that this is not enough: the rule decides who may have the task.
         document |= {"needs": words(configuration.needs), "event": stamped("published", now)}
     if publication.broadcast:
         document["broadcast"] = True

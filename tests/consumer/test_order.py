@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pymongo import MongoClient
 
-from taskmesh import Status, TaskMesh, current_task
+from taskmesh import Status, TaskDefinition, TaskMesh, current_task
 from taskmesh.consumer import scanner
 from taskmesh.store.numbers import Numbers, moment_of, number_at
 from tests.databases import Databases
@@ -275,6 +275,17 @@ async def test_where_one_may_run_at_a_time_order_and_priority_hold_whatever_the_
     assert ran == [*(f"first-{n}" for n in range(8)), *(f"k{n}" for n in range(8))]
 
 
+def _held(mesh: TaskMesh, ran: list[str], go_on: asyncio.Event) -> TaskDefinition[[], None]:
+    """Define a task that notes its key, and then holds its slot until it may go on."""
+
+    @mesh.task
+    async def job() -> None:
+        ran.append(current_task().key)
+        await go_on.wait()
+
+    return job
+
+
 @pytest.mark.parametrize(
     ("verb", "crowd"),
     [("set_option", 0), ("update_existing_params", 0), ("set_option", 1_100)],  # more than one scan reads
@@ -284,12 +295,7 @@ async def test_a_priority_that_was_lowered_counts_for_whoever_knew_the_task_befo
 ) -> None:
     ran: list[str] = []
     go_on = asyncio.Event()
-
-    @mesh.task
-    async def job() -> None:
-        ran.append(current_task().key)
-        await go_on.wait()
-
+    job = _held(mesh, ran, go_on)
     await job.publish("first")
     async with working(mesh, "w", concurrency=1) as consumer:
         parts = parts_of(consumer)
@@ -314,12 +320,7 @@ async def test_an_urgent_task_is_next_though_only_a_part_of_the_backlog_was_read
     """Under a backlog new tasks are not announced, and the next scan is up to a second away."""
     ran: list[str] = []
     go_on = asyncio.Event()
-
-    @mesh.task
-    async def job() -> None:
-        ran.append(current_task().key)
-        await go_on.wait()
-
+    job = _held(mesh, ran, go_on)
     await job.publish_many({str(n): {} for n in range(1_100)})
     async with working(mesh, "w", concurrency=1) as consumer:
         parts = parts_of(consumer)
