@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import multiprocessing
 import os
 import re
@@ -91,11 +90,8 @@ def add(a: int, b: int = 1) -> int:
     return a + b
 
 
-def end_a_fork(number: int) -> int | str | None:
-    """Send a signal to a fork, as a pool of `multiprocessing` does to its own, and return how that ended.
-
-    If it did not end, return how it stands instead, where the system tells.
-    """
+def end_a_fork(number: int) -> int | None:
+    """Send a signal to a fork, as a pool of `multiprocessing` does to its own, and return how that ended, if it did."""
     context = multiprocessing.get_context("fork")
     begun = context.Event()
     fork = context.Process(target=_sleep, args=[begun])
@@ -104,12 +100,9 @@ def end_a_fork(number: int) -> int | str | None:
     assert fork.pid is not None
     os.kill(fork.pid, number)
     fork.join(50)
-    if fork.exitcode is not None:
-        return fork.exitcode
-    stands = Path(f"/proc/{fork.pid}/status")
-    how = " ".join(line for line in stands.read_text().splitlines() if "Sig" in line) if stands.exists() else None
+    exit_code = fork.exitcode
     fork.kill()
-    return f"{how}, here {signal.getsignal(number)}"
+    return exit_code
 
 
 def ears_of_a_fork(number: int) -> dict[str, bool]:
@@ -127,7 +120,6 @@ def ears_of_a_fork(number: int) -> dict[str, bool]:
 
 
 def _sleep(begun: Any) -> None:
-    faulthandler.dump_traceback_later(40)  # only of a fork that hears nothing
     try:
         begun.set()
         for _ in range(1_200):  # shortly: a signal that comes just before a sleep is heard after it

@@ -36,6 +36,17 @@ def _kept() -> Iterator[list[Child]]:
         child.dismiss()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _in_the_foreground() -> Iterator[None]:
+    """Where SIGINT is ignored, as in all that a shell has started in the background, what this process starts ignores it, too.
+
+    For the whole module, since a test may get a child that an earlier one has started.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def own_children() -> None:
     """For a test about the beginning or end of children: it gets none of other tests, and its own end with its consumer."""
@@ -381,15 +392,6 @@ async def test_a_child_takes_no_signals_and_has_none_blocked(mesh: TaskMesh, tmp
         assert await handle.result(60) == "saw it"
 
 
-@pytest.fixture
-def in_the_foreground() -> Iterator[None]:
-    """Where SIGINT is ignored, as in all that a shell has started in the background, what this process starts ignores it, too."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("in_the_foreground")
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 0)])
 async def test_what_a_handler_forks_hears_signals(mesh: TaskMesh, number: int, exit_code: int) -> None:
     end_a_fork = define(mesh, handlers.end_a_fork)
