@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def _children_go_on_to_the_next_test(
         return
 
     async def keep(pool: Processes) -> None:
-        pool._closed = True
+        pool._closed.set()
         _kept.extend(pool._idle)
         pool._idle = []
 
@@ -116,9 +117,21 @@ async def test_a_child_is_used_again(mesh: TaskMesh) -> None:
     await eventually(lambda: gone(*pids), what="the idle child ends with its consumer")
 
 
+@pytest.mark.usefixtures("own_children")
+async def test_many_short_calls_need_few_children(mesh: TaskMesh) -> None:
+    own_pid = define(mesh, handlers.own_pid)
+    published = await own_pid.publish_many({str(i): {} for i in range(40)})
+    async with working(mesh):
+        pids = {await handle.result(60) for handle in published}
+    assert len(pids) < 20, "while one starts, another runs many"
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_children")
-async def test_several_run_side_by_side_and_few_stay_idle(mesh: TaskMesh, tmp_path: Path) -> None:
+async def test_several_run_side_by_side_and_few_stay_idle(
+    mesh: TaskMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "SURPLUS_S", 1.0)
     wait_for_file = define(mesh, handlers.wait_for_file)
     count = MAX_IDLE + 2
     go = tmp_path / "go"
@@ -127,11 +140,57 @@ async def test_several_run_side_by_side_and_few_stay_idle(mesh: TaskMesh, tmp_pa
             await wait_for_file.publish(str(i), path=str(go), marker=str(tmp_path / f"m{i}")) for i in range(count)
         ]
         await eventually(lambda: len(list(tmp_path.glob("m*"))) == count, what="all run at once")
+        pool = parts_of(consumer).executor._processes
+        assert pool is not None
+        pids = pool.pids
         go.touch()
         assert [await task.result(60) for task in tasks] == ["saw it"] * count
-        processes = parts_of(consumer).executor._processes
-        assert processes is not None
-        await eventually(lambda: len(processes.pids) <= MAX_IDLE)
+        await eventually(lambda: len(pool.pids) == MAX_IDLE)
+        await eventually(lambda: sum(map(gone, pids)) == 2)
+
+
+async def test_an_execution_that_is_stopped_while_it_waits_for_a_child_costs_none(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_pid = define(mesh, handlers.own_pid)
+    door = threading.Event()
+    begun: list[Child] = []
+    start = processes.Child
+
+    def behind_the_door() -> Child:
+        begun.append(start())
+        assert door.wait(60)
+        return begun[-1]
+
+    monkeypatch.setattr(processes, "Child", behind_the_door)
+    async with working(mesh, concurrency=1) as consumer:
+        handle = await own_pid.publish("stopped")
+        await eventually(lambda: len(begun) == 1)
+        assert (await handle.cancel()).status is Status.CANCELLED
+        await eventually(lambda: not consumer.running, what="its slot is free")
+        door.set()
+        assert await (await own_pid.publish("next")).result(60) == begun[0].pid
+
+
+async def test_where_no_process_can_be_started_the_execution_fails_and_the_next_tries_again(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_pid = define(mesh, handlers.own_pid, option=AT_ONCE)
+    start = processes.Child
+    refusals = [OSError("no memory"), RuntimeError("can't start new thread")]
+
+    def short_of_memory() -> Child:
+        if refusals:
+            raise refusals.pop()
+        return start()
+
+    monkeypatch.setattr(processes, "Child", short_of_memory)
+    async with working(mesh):
+        await own_pid.publish("k")
+        task = await finished(mesh, "own_pid", "k", 60)
+    assert task.status is Status.SUCCESS
+    assert ["could not be started: OSError: no memory" in reason for reason in task.fail_reasons] == [False, True]
+    assert ["could not be started: RuntimeError: can't start" in reason for reason in task.fail_reasons] == [True, False]
 
 
 @pytest.mark.parametrize(

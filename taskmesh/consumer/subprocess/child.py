@@ -352,6 +352,8 @@ def main(connection_fd: int, lifeline_fd: int, lease_fd: int) -> None:
     _leave_signals_to_the_parent()
     lease = Lease(lease_fd)
     connection = Connection(connection_fd)
+    with suppress(ConnectionError):  # the parent has hung up already
+        connection.send_bytes(packed("up"))
     while True:
         try:
             call: Call = connection.recv()

@@ -12,6 +12,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -62,8 +63,9 @@ class Conversation:
         self._definition = definition
         self._arguments = (args, kwargs)
         self._lock = threading.Lock()
+        self._asked: Future[Child] | None = None
         self._child: Child | None = None
-        self._killed = False
+        self._killed = threading.Event()
         self._begun = False
         self._step_outcome: Outcome | None = None
         """What a transactional step of the child is about to record."""
@@ -96,19 +98,19 @@ class Conversation:
     def _kill(self) -> None:
         """Kill the child, or make sure that there will be none."""
         with self._lock:
-            self._killed = True
+            self._killed.set()
             if self._child is not None:
                 self._child.kill()
+            elif self._asked is not None:
+                self._asked.cancel()
 
     def _converse(self) -> Callable[[], Any]:
         """Lead the conversation to its end. Return a function that returns or raises the outcome."""
         call = self._call()
         for _ in range(_STARTS_TRIED):
-            child = self._children.take()
-            with self._lock:
-                self._child = child
-                if self._killed:
-                    child.kill()
+            child = self._free_child()
+            if child is None:
+                return _raising(ProcessDied("the execution was stopped before there was a process for its handler"))
             try:
                 self._execution.conversation = self
                 self.lease_changed()
@@ -130,6 +132,25 @@ class Conversation:
             return outcome
         return _raising(ProcessDied("the handler's process could not be started: idle ones died one after the other"))
 
+    def _free_child(self) -> Child | None:
+        """Wait for a child. None if the execution was stopped meanwhile. Raises `ProcessDied` if none can be started."""
+        with self._lock:
+            if self._killed.is_set():
+                return None
+            asked = self._asked = self._children.ask()
+        try:
+            child = asked.result()
+        except CancelledError:
+            return None
+        except Exception as error:
+            raise ProcessDied(f"the handler's process could not be started: {type(error).__name__}: {error}") from error
+        with self._lock:
+            if not self._killed.is_set():
+                self._child = child
+                return child
+        self._children.give_back(child)
+        return None
+
     def lease_changed(self) -> None:
         """Tell the child the new end of its lease. Callable from any thread, again and again."""
         with self._lock:
@@ -143,7 +164,7 @@ class Conversation:
         if ended_itself:
             return _raising(self._lease_lost())
         if not self._begun:
-            if child.used and not self._killed:
+            if child.was_idle and not self._killed.is_set():
                 return None  # it died of something else while it was idle
             return _raising(ProcessDied(f"the handler's process could not be started: {_how_it_ended(code)}"))
         if self._execution.session_id is not None:
@@ -165,7 +186,7 @@ class Conversation:
     def _release(self, child: Child) -> None:
         with self._lock:
             self._child = None
-            killed = self._killed
+            killed = self._killed.is_set()
         if killed:  # cancelled at the very moment of its end: it is dead or dying
             self._children.reap(child)
         else:

@@ -17,7 +17,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
+from collections import deque
+from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,8 +31,13 @@ from taskmesh.consumer.subprocess import child as inside
 from taskmesh.consumer.subprocess.child import LEASE
 from taskmesh.consumer.subprocess.wire import MAX_MESSAGE_BYTES, unpacked
 
-MAX_IDLE = max(4, os.cpu_count() or 1)
-"""How many children are kept for the next call. Each costs the memory of an interpreter with the handlers' modules."""
+MAX_STARTING = os.cpu_count() or 1
+"""How many children start at a time. More would take no less time: a start keeps a core busy."""
+MAX_IDLE = max(4, MAX_STARTING)
+"""How many children are kept for the next call, however long that takes. Each costs the memory of an interpreter with the
+handlers' modules."""
+SURPLUS_S = 10.0
+"""How long others are kept."""
 MAX_ENDING_S = 2.0
 """How long to wait for the end of a child that was told to end, or killed."""
 _LOOK_EVERY_S = 0.2
@@ -59,12 +67,21 @@ class Child:
             os.close(lifeline)
             os.close(lease)
         self.connection: Connection[Any, Any] = Connection(ours.detach())
-        self.used = False
+        self._is_up = False
+        self.was_idle = False
+        self.idle_since = 0.0
 
     @property
     def pid(self) -> int:
         """Its process id, which is also that of its group."""
         return self._popen.pid
+
+    def wait_until_up(self) -> None:
+        """Wait until it can take a call, or is dead: then the call finds out."""
+        if not self._is_up:
+            with suppress(EOFError, ConnectionError):
+                self.receive()
+            self._is_up = True
 
     def lease_until(self, moment: float) -> None:
         """Tell it until when (monotonic) its call may go on; then it ends by itself."""
@@ -140,40 +157,105 @@ _pools: weakref.WeakSet[Processes] = weakref.WeakSet()
 
 
 class Processes:
-    """The child processes of one consumer."""
+    """The child processes of one consumer.
+
+    Few start at a time, and a call takes whichever child is free first. So many short calls need no more children than long ones
+    would have made busy by then, and the first calls do not wait until there is a child for each.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[Child] = []
+        """The one that was used last is the last one."""
         self._busy: set[Child] = set()
-        self._closed = False
+        self._starting = 0
+        self._asked: deque[Future[Child]] = deque()
+        self._closed = threading.Event()
+        self._ends_surplus = False
         _pools.add(self)
 
-    def take(self) -> Child:
-        """Return a free child."""
+    def ask(self) -> Future[Child]:
+        """Ask for a child, which is the caller's until it is given back or reaped. Cancel the future to give up.
+
+        The future has an error if no child can be started.
+        """
+        asked: Future[Child] = Future()
         with self._lock:
-            child = self._idle.pop() if self._idle else None
-        child = child or Child()
-        child.renew()
-        with self._lock:
-            self._busy.add(child)
-        return child
+            if not self._idle:
+                self._start_what_is_needed(len(self._asked) + 1)
+            self._asked.append(asked)
+            if self._idle:
+                self._hand_over(self._idle.pop())
+        return asked
 
     def give_back(self, child: Child) -> None:
-        """Keep a child for the next call, unless there are enough."""
+        """Keep a child for the next call."""
         with self._lock:
             self._busy.discard(child)
-            keep = len(self._idle) < MAX_IDLE and not self._closed
-            if keep:
-                child.used = True
-                self._idle.append(child)
-        if not keep:
+            kept = self._hand_over(child)
+        if not kept:
             threading.Thread(target=child.dismiss, name="taskmesh child ends", daemon=True).start()
+
+    def _hand_over(self, child: Child) -> bool:
+        """Give a child to the first that asks, or keep it. False if it is not needed any more."""
+        while self._asked:
+            asked = self._asked.popleft()
+            if asked.set_running_or_notify_cancel():
+                child.renew()
+                self._busy.add(child)
+                asked.set_result(child)
+                return True
+        if self._closed.is_set():
+            return False
+        child.was_idle, child.idle_since = True, time.monotonic()
+        self._idle.append(child)
+        if len(self._idle) > MAX_IDLE and not self._ends_surplus:
+            self._ends_surplus = True
+            threading.Thread(target=self._end_surplus, name="taskmesh children end", daemon=True).start()
+        return True
+
+    def _start_what_is_needed(self, asked_cnt: int) -> None:
+        while self._starting < min(MAX_STARTING, asked_cnt):
+            threading.Thread(target=self._start, name="taskmesh child starts", daemon=True).start()
+            self._starting += 1
+
+    def _start(self) -> None:
+        """Start a child for the first that asks by then."""
+        try:
+            child = Child()
+            child.wait_until_up()
+        except Exception as error:  # noqa: BLE001 — it is raised where the child was asked for
+            with self._lock:
+                self._starting -= 1
+                if self._asked and (asked := self._asked.popleft()).set_running_or_notify_cancel():
+                    asked.set_exception(error)
+                self._start_what_is_needed(len(self._asked))
+            return
+        with self._lock:
+            self._starting -= 1
+            kept = self._hand_over(child)
+            self._start_what_is_needed(len(self._asked))
+        if not kept:
+            child.dismiss()
+
+    def _end_surplus(self) -> None:
+        """End the children that nobody has needed for a while, until few are left."""
+        while not self._closed.wait(SURPLUS_S / 4):
+            with self._lock:
+                old = time.monotonic() - SURPLUS_S
+                surplus = [child for child in self._idle[:-MAX_IDLE] if child.idle_since <= old]
+                self._idle = self._idle[len(surplus) :]  # those that were used first
+                self._ends_surplus = len(self._idle) > MAX_IDLE
+            for child in surplus:
+                child.dismiss()
+            if not self._ends_surplus:
+                return
 
     def reap(self, child: Child) -> int:
         """Clean up after a child that died or has to die. Return its exit code."""
         with self._lock:
             self._busy.discard(child)
+            self._start_what_is_needed(len(self._asked))
         return child.end()
 
     @property
@@ -185,7 +267,7 @@ class Processes:
     async def close(self) -> None:
         """End the idle children. A busy one ends as soon as it is done."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             idle, self._idle = self._idle, []
         for child in idle:
             child.hang_up()  # all first, so that they end side by side
@@ -198,6 +280,8 @@ class Processes:
         for child in (*self._idle, *self._busy):
             child.disown()
         self._idle, self._busy = [], set()
+        self._starting, self._ends_surplus = 0, False
+        self._asked.clear()
 
 
 def _disown_all() -> None:
