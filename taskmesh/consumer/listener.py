@@ -239,7 +239,7 @@ class Listener:
             return  # it waits for others, or was refused: the stream tells of it where somebody reads events
         if self._from is not None and queue not in self._from:
             return
-        self._queues.heard_of(queue)
+        self._queues.heard_of(queue, task["name"])
         option = task.get("task_option", {})
         named = option.get("specific_worker_ids", [])
         needs = task.get("needs") or ()
@@ -350,7 +350,7 @@ class Listener:
             place = 0 if row.named else self._partitions.place_to_hear(row.id, row.queue, row.needs, row.wanted)
             if place <= _LAST_PLACE_TO_TRY:
                 moment = max(filter(None, (row.claim_time, row.next_claim_time)))
-                self._queues.heard_of(row.queue)
+                self._queues.heard_of(row.queue, row.id.partition(":")[0])
                 self._offer(row.id, row.queue, moment, row.number, row.priority, row.fail_cnt, place, row.group)
 
     async def _look_at_running(self, executions: list[Execution]) -> None:

@@ -58,8 +58,6 @@ _SETTLE_EVERY_S = 2.0
 _MOST_SETTLE_DEADLINE_MS = 3_000
 _PAYLOADS_EVERY_S = 60.0
 """How often to look for separately stored values whose task is gone."""
-_MAX_COMBINATIONS = 150
-"""The most names × queues in one query. Above about 200 the server sorts in memory instead of merging index ranges."""
 _FOR_ANYBODY: tuple[Sort, ...] = ("waiting", "shared")
 _SORTS: tuple[Sort, ...] = ("named", "labelled", *_FOR_ANYBODY)
 _FOR_OTHERS_TOO: tuple[Sort, ...] = (*_FOR_ANYBODY, "labelled")
@@ -293,17 +291,20 @@ class Scanner:
                 logger.warning(text, type(error).__name__, error)
                 self._told_unsettled = True
 
-    def _ranges(self, *, own: bool) -> Iterator[ScanRange]:
-        """Yield what to look at. `own`: in this worker's lanes."""
-        closed = self._queues.paused | self._limits.skip_full()
-        for queues in _parts_of(list(self._queues.known), _MAX_COMBINATIONS):
+    @property
+    def _closed(self) -> frozenset[str]:
+        """The queues from which nothing may be claimed now."""
+        return self._queues.paused | self._limits.skip_full()
+
+    def _ranges(self, *, own: bool, running: bool = False) -> Iterator[ScanRange]:
+        """Yield what to look at. `own`: in this worker's lanes. `running`: where running tasks are due."""
+        closed = self._closed
+        for names, queues in self._queues.worth_a_look(running=running, lately=bool(self._heads_refused)):
             looked_at = [queue for queue in queues if queue not in closed]
-            names_at_once = max(1, _MAX_COMBINATIONS // len(queues))
-            for names in _parts_of(self._names, names_at_once):
-                shares = self._partitions.shares(names, looked_at) if own else [(names, looked_at, None)]
-                for some_names, some_queues, lanes in shares:
-                    if self._queues.is_any_due(some_queues):
-                        yield ScanRange(some_names, some_queues, lanes, self._horizon)
+            shares = self._partitions.shares(names, looked_at) if own else [(names, looked_at, None)]
+            for some_names, some_queues, lanes in shares:
+                if some_queues:
+                    yield ScanRange(some_names, some_queues, lanes, self._horizon)
 
     @property
     def _horizon(self) -> datetime:
@@ -324,9 +325,8 @@ class Scanner:
         found: list[Claimable] = []
         full: list[tuple[ScanRange, Sort]] = []
         known_to: Rank | None = None
-        looked_at, behind = set[str](), set[str]()
+        looked_at, behind = self._queues.known - self._closed, set[str]()
         for what in self._ranges(own=True):
-            looked_at.update(what.queues)
             for sort in _SORTS:
                 # Where the last page contained nothing for this worker, a small page is enough to see whether that has changed.
                 size = _PAGE_BESIDE if _place_of(what, sort) in self._heads_refused else self._page
@@ -374,7 +374,7 @@ class Scanner:
     async def _look_at_leases(self) -> int:
         """Find leases that run out, and running tasks that have room for more workers, in all lanes: no backlog hides them."""
         brought = 0
-        for what in self._ranges(own=False):
+        for what in self._ranges(own=False, running=True):
             leases = await scan_leases(self._store, self._me, what, _PAGE_BESIDE)
             brought += self._offer(await self._fitting(leases), overdue=True)
             shared = await scan(self._store, self._me, what, _PAGE_BESIDE, "shared")
@@ -511,8 +511,3 @@ def _lane(row: Claimable) -> _Lane:
 
 def _place_of(what: ScanRange, sort: Sort) -> _Place:
     return tuple(what.names), tuple(what.queues), None if what.lanes is None else tuple(what.lanes), sort
-
-
-def _parts_of(values: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    for start in range(0, len(values), size):
-        yield values[start : start + size]

@@ -383,38 +383,34 @@ async def values_of(store: Store, field: str, query: Document) -> list[str] | No
     return sorted(value for value in found if isinstance(value, str))
 
 
-async def queues_due(
-    store: Store,
-    names: Collection[str],
-    until: datetime | None = None,
-    *,
-    leases: bool = True,
-    majority: bool = False,
-) -> tuple[set[str], bool]:
-    """Return the queues in which tasks of these names become due by then (None: now), and whether these are all of them.
+async def places_due(
+    store: Store, names: Collection[str], until: datetime | None = None, *, status: str = "INIT", majority: bool = False
+) -> tuple[set[tuple[str, str]], bool]:
+    """Return queue and name of the tasks of these names that become due by then (None: now), and whether these are all.
 
-    Two looks, whatever the number of queues: at waiting tasks, of which only keys are read, and (`leases`) at leases that run
-    out and running tasks that have room for more workers; no more than `_DUE_AT_MOST` of either.
+    One look, at `_DUE_AT_MOST` tasks, whatever the number of queues and names: for INIT at keys alone, for RUNNING at leases that
+    run out and tasks that have room for more workers.
     """
-    due: Document = {"next_claim_time": {"$type": "date"}}
+    query: Document = {"status": status, "next_claim_time": {"$type": "date"}}
     if until is None:
-        due["$expr"] = {"$lte": ["$next_claim_time", store.now]}
+        query["$expr"] = {"$lte": ["$next_claim_time", store.now]}
     else:
-        due["next_claim_time"]["$lte"] = until
-    # The queue without a bound lets the index step from one queue and name to the next.
-    running = {"status": "RUNNING", "queue": {"$gte": ""}, "name": {"$in": list(names)}, **due}
-    queues: set[str] = set()
-    all_of_them = True
-    looks = [({"status": "INIT", **due}, "taskmesh_waiting_due"), (running, "taskmesh_leases")]
-    for query, hint in looks if leases else looks[:1]:
-        tasks = store.driver.collection(store.tasks, PLAIN_CODEC)
-        tasks = tasks.with_options(read_concern=ReadConcern("majority")) if majority else tasks
-        cursor = tasks.find(query, {"_id": 0, "queue": 1, "name": 1}, limit=_DUE_AT_MOST, batch_size=_DUE_AT_MOST + 1)
-        cursor = cursor.hint(hint) if hint == "taskmesh_leases" else cursor.sort([("next_claim_time", 1)]).hint(hint)
-        rows = await cursor.to_list(_DUE_AT_MOST)
-        queues.update(row["queue"] for row in rows if row.get("name") in names and isinstance(row.get("queue"), str))
-        all_of_them &= len(rows) < _DUE_AT_MOST
-    return queues, all_of_them
+        query["next_claim_time"]["$lte"] = until
+    if status == "RUNNING":
+        # The queue without a bound lets the index step from one queue and name to the next.
+        query |= {"queue": {"$gte": ""}, "name": {"$in": list(names)}}
+    tasks = store.driver.collection(store.tasks, PLAIN_CODEC)
+    tasks = tasks.with_options(read_concern=ReadConcern("majority")) if majority else tasks
+    cursor = tasks.find(query, {"_id": 0, "queue": 1, "name": 1}, limit=_DUE_AT_MOST, batch_size=_DUE_AT_MOST + 1)
+    if status == "RUNNING":
+        cursor = cursor.hint("taskmesh_leases")
+    else:
+        cursor = cursor.sort([("next_claim_time", 1)]).hint("taskmesh_waiting_due")
+    rows = [(row.get("queue"), row.get("name")) for row in await cursor.to_list(_DUE_AT_MOST)]
+    found = {
+        (queue, name) for queue, name in rows if isinstance(queue, str) and isinstance(name, str) and name in names
+    }
+    return found, len(rows) < _DUE_AT_MOST
 
 
 async def queues_in_use(store: Store, statuses: Iterable[str] = UNFINISHED) -> list[str]:
@@ -547,5 +543,5 @@ async def _queues_with_work(store: Store, names: Sequence[str]) -> set[str]:
     """Return the queues in which something runs, or tasks of these names are due. May return more, if there are very many."""
     # In this order: a task that is given back between the two looks is due by then, and found by the second.
     running_in = set(await queues_in_use(store, ["RUNNING"]))
-    due_in, all_of_them = await queues_due(store, names, majority=True)
-    return running_in | (due_in if all_of_them else set(await queues_in_use(store, ["INIT"])))
+    due, all_of_them = await places_due(store, names, majority=True)
+    return running_in | ({queue for queue, _ in due} if all_of_them else set(await queues_in_use(store, ["INIT"])))

@@ -1,4 +1,4 @@
-"""An idle worker costs the same however many queues there are, and what is delayed in any of them starts on time."""
+"""A worker costs the same however many queues and names there are, and what is due in any of them starts on time."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from tests.waiting import eventually, slowness_of_the_machine
 from tests.working import parts_of, working
 
 QUEUES = 1_000
+NAMES = 60
+MORE_THAN_ONE_LOOK_SHOWS = 300
 _SCANS = 6
 
 
@@ -29,9 +31,13 @@ class Commands(CommandListener):
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
+        self.names_looked_at: list[int] = []
+        """How many names each look for waiting tasks was at."""
 
     def started(self, event: CommandStartedEvent) -> None:
         self.sent[f"{event.command_name} {event.command.get(event.command_name)}"] += 1
+        if event.command.get("hint") == "taskmesh_waiting_in_order":
+            self.names_looked_at.append(len(event.command["filter"]["name"]["$in"]))
 
     def failed(self, event: CommandFailedEvent) -> None: ...
     def succeeded(self, event: CommandSucceededEvent) -> None: ...
@@ -147,3 +153,48 @@ async def test_behind_a_backlog_that_it_may_not_have_every_queue_is_looked_at(me
         handles = [await job.configure(queue=f"quiet-{n}").publish(f"q{n}") for n in range(3)]
         for handle in handles:
             await handle.result(timeout=60)
+
+
+async def test_names_of_which_nothing_waits_are_not_looked_at_however_much_waits_of_another(
+    mongo_uri: str, database: str
+) -> None:
+    """To see that nothing waits of a name, the server passes over all that was claimed lately of the names behind it."""
+    async with counted(mongo_uri, database) as (job, mesh, commands):
+        for n in range(NAMES):
+            mesh.task(name=f"other-{n}")(lambda: None)
+        await job.publish_many({f"k{n}": {} for n in range(MORE_THAN_ONE_LOOK_SHOWS)})
+        async with working(mesh, "w", on_claim=lambda _: None) as consumer:
+            scanner = parts_of(consumer).scanner
+            await eventually(lambda: scanner.scans >= 2)
+            del commands.names_looked_at[:]
+            await eventually(lambda: len(commands.names_looked_at) >= 3)
+            assert set(commands.names_looked_at) == {1}
+            await mesh.publish("other-7", "k")
+            await eventually(lambda: commands.names_looked_at[-1] == 2, what="it is looked at, too")
+
+
+async def test_where_each_of_many_names_has_its_queue_few_looks_are_enough(mongo_uri: str, database: str) -> None:
+    async with counted(mongo_uri, database) as (_, mesh, commands):
+        for n in range(NAMES):
+            task = mesh.task(name=f"job-{n}", queue=f"q{n:04}")(lambda: None)
+            await task.publish_many({f"k{m}": {} for m in range(MORE_THAN_ONE_LOOK_SHOWS // NAMES + 1)})
+        async with working(mesh, "w", on_claim=lambda _: None) as consumer:
+            scanner = parts_of(consumer).scanner
+            await eventually(lambda: scanner.scans >= 2)
+            before, scans = commands.sent["find tasks"], scanner.scans
+            await eventually(lambda: scanner.scans >= scans + _SCANS, 60.0)
+        sent = commands.sent["find tasks"] - before
+    assert sent < 40 * (_SCANS + 1), "all combinations would be 24 parts of four looks each"
+
+
+@pytest.mark.parametrize("listen", [True, False])
+async def test_behind_a_backlog_that_it_may_not_have_every_name_is_looked_at(mesh: TaskMesh, listen: bool) -> None:
+    async def nothing() -> None: ...
+
+    first, *others = [mesh.task(name=f"job-{n}")(nothing) for n in range(NAMES)]
+    await first.publish_many({f"k{n}": {} for n in range(MORE_THAN_ONE_LOOK_SHOWS)})
+    async with working(mesh, "w", listen=listen, on_claim=lambda _: {"name": {"$ne": first.name}}) as consumer:
+        scanner = parts_of(consumer).scanner
+        await eventually(lambda: scanner.scans >= 2)
+        for task in others[::20]:
+            await (await task.publish("k")).result(timeout=60)

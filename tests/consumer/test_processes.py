@@ -190,7 +190,10 @@ async def test_where_no_process_can_be_started_the_execution_fails_and_the_next_
         task = await finished(mesh, "own_pid", "k", 60)
     assert task.status is Status.SUCCESS
     assert ["could not be started: OSError: no memory" in reason for reason in task.fail_reasons] == [False, True]
-    assert ["could not be started: RuntimeError: can't start" in reason for reason in task.fail_reasons] == [True, False]
+    assert ["could not be started: RuntimeError: can't start" in reason for reason in task.fail_reasons] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
