@@ -152,8 +152,8 @@ class Claimer:
             if self._limits.queues:
                 found = self._limits.sorted_out(candidates)
                 candidates = found.unlimited
-                for admission in found.admitted:
-                    self._send(self._claim_admitted(admission, narrowed_by), admission.candidates)
+                if found.admitted.candidates:
+                    self._send(self._claim_admitted(found.admitted, narrowed_by), found.admitted.candidates)
                 for queue, limited in found.to_ask.items():
                     self._send(self._claim_limited(queue, limited, narrowed_by), limited)
             if candidates:

@@ -12,9 +12,11 @@ import pytest
 
 import taskmesh.consumer.candidates.limits
 from taskmesh import InvalidOption, Status, TaskMesh, current_task
+from taskmesh.consumer.candidates.claim_queue import Candidate
+from taskmesh.consumer.claimer import Claimer
 from taskmesh.store import Store
 from taskmesh.store.queues import limits as store_limits
-from tests.consumer.sampling import most_running, most_starts_within, starts_of
+from tests.consumer.sampling import Span, most_running, most_starts_within, starts_of
 from tests.waiting import eventually
 from tests.working import all_working, finished, parts_of, working
 
@@ -45,6 +47,35 @@ async def test_no_more_than_running_run_at_once_over_all_consumers(mesh: TaskMes
     async with all_working(mesh, ["w1", "w2", "w3"], concurrency=10):
         await all_finished(mesh, "work", 30)
     assert most_running(await starts_of(mesh, "work")) == 3
+
+
+async def test_what_has_room_in_hand_is_claimed_together_whatever_its_queue(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @mesh.task
+    async def work() -> None: ...
+
+    queues, each = 20, 10
+    for n in range(queues):
+        await mesh.set_limit(f"narrow-{n}", running=1)
+        await work.configure(queue=f"narrow-{n}").publish_many({f"{n}-{m}": {} for m in range(each)})
+    claims: list[int] = []
+    claim_set = Claimer._claim_set
+
+    async def counted(claimer: Claimer, candidates: list[Candidate], narrowed_by: Any) -> bool:
+        claims.append(len(candidates))
+        return await claim_set(claimer, candidates, narrowed_by)
+
+    monkeypatch.setattr(Claimer, "_claim_set", counted)
+    async with working(mesh):
+        await all_finished(mesh, "work", queues * each)
+    assert len(claims) < queues * each / 2, "one for each task, if each queue were claimed from by itself"
+    spans: dict[str, list[Span]] = {}
+    async for task in mesh.find("work", limit=0):
+        [entry] = task.successes
+        assert entry.start_time is not None
+        spans.setdefault(task.queue, []).append((entry.start_time, entry.success_time))
+    assert [most_running(spans[f"narrow-{n}"]) for n in range(queues)] == [1] * queues
 
 
 async def test_a_rate_holds_in_every_window_and_is_used_up(mesh: TaskMesh) -> None:

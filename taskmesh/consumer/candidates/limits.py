@@ -36,6 +36,10 @@ _LARGEST_WISH = 200
 _ASK_AGAIN_S = 0.1
 """How long to wait for room that other workers have to make: so long in a small fleet, longer if more workers wait for it.
 Room made here is used at once."""
+_ASKING_SHARE = 0.25
+"""Where many places have no room, a worker asks for about this part of the time at most, or a fleet would do nothing else."""
+_SCANS_APART_S = 0.3
+"""How far apart scans are that look for tasks for room. Where many places are limited, some place has room all the time."""
 _WHILE_SHUT_S = 30.0
 _WHILE_ALL_OURS_S = 5.0
 """How long to wait if this worker itself occupies all the room: it notices by itself when there is some again."""
@@ -52,11 +56,10 @@ _AFTER_A_START_S = 0.002
 class Admission:
     """Candidates that may be claimed now, and the filter that their claim has to carry."""
 
-    queue: str
     candidates: list[Candidate]
     claim_filter: Document
-    counted: str | None = None
-    """The token of the booking that counts their starts, if they are counted."""
+    counted: tuple[str, str] | None = None
+    """The queue and the token of the booking that counts their starts, if they are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class Sorted:
 
     unlimited: list[Candidate]
     """Not subject to any limit."""
-    admitted: list[Admission]
+    admitted: Admission
     """There is a free slot in hand for them."""
     to_ask: dict[str, list[Candidate]]
     """By queue: room has to be booked for them."""
@@ -147,6 +150,10 @@ class Limits:
         self._asks_first: set[Place] = set()
         """Where this worker had a share of the rate when it asked last, so that it asks first when there is room again."""
         self._parked: dict[Place, _Parked] = {}
+        self._asking_takes_s = 0.0
+        """How long the latest bookings took, on average."""
+        self._next_scan = 0.0
+        self._scan_timer: asyncio.TimerHandle | None = None
         self._turned_away: set[Place] = set()
         """Those of the shut places that a scan has skipped meanwhile, or for which a candidate was found and not parked: a scan
         has to look there again."""
@@ -243,11 +250,9 @@ class Limits:
                 self._candidates.offer(candidate)
             else:
                 to_ask.setdefault(queue, []).append(candidate)
-        admitted = [
-            self._admission(queue, [candidate for candidate, _ in found], min(slot.good_until for _, slot in found))
-            for queue, found in in_hand.items()
-        ]
-        return Sorted(unlimited, admitted, to_ask)
+        by_queue = {queue: [candidate for candidate, _ in found] for queue, found in in_hand.items()}
+        until = min((slot.good_until for found in in_hand.values() for _, slot in found), default=self._clock.now())
+        return Sorted(unlimited, self._admission(by_queue, until) if by_queue else Admission([], {}), to_ask)
 
     def _parks(self, candidate: Candidate) -> bool:
         """Park a candidate if its queue or group has no room. Return whether it was parked."""
@@ -268,7 +273,7 @@ class Limits:
         async with self._slots.turn(queue):
             # The set before may have learnt that there is no room.
             to_ask = [candidate for candidate in candidates if not self._parks(candidate)]
-            return await self._admit(queue, to_ask) if to_ask else Admission(queue, [], {})
+            return await self._admit(queue, to_ask) if to_ask else Admission([], {})
 
     async def _admit(self, queue: str, candidates: list[Candidate]) -> Admission:
         if queue in self._unchecked:
@@ -281,7 +286,7 @@ class Limits:
         if booking is not None and booking.check and await store_limits.check(self._store, queue) and not booking.ids:
             booking = await self._book(queue, wishes) or booking
         if booking is None:
-            return Admission(queue, candidates, {"queue": queue})
+            return Admission(candidates, {"queue": queue})
         if booking.canary:
             self.canaries.update(booking.ids)
         limits = self.queues.get(queue, {})
@@ -295,19 +300,28 @@ class Limits:
         else:  # there may be room for more
             for place in {(queue, None), *((queue, candidate.group) for candidate in admitted)}:
                 self._offer_parked(place, len(admitted))
-        return self._admission(queue, admitted, booking.until, booking.token if _counts_starts(limits) else None)
+        counted = (queue, booking.token) if _counts_starts(limits) else None
+        return self._admission({queue: admitted}, booking.until, counted)
 
     def _admission(
-        self, queue: str, candidates: list[Candidate], until: datetime, counted: str | None = None
+        self, by_queue: Mapping[str, list[Candidate]], until: datetime, counted: tuple[str, str] | None = None
     ) -> Admission:
         """Let these be claimed on what is booked, each where it stood when room was requested: it may have been moved since."""
-        claim_filter: Document = {"queue": queue, **store_limits.booked_until(self._store, until)}
-        if candidates and _limits_groups(self.queues.get(queue, {})):
-            by_group: dict[str | None, list[str]] = {}
-            for candidate in candidates:
-                by_group.setdefault(candidate.group, []).append(candidate.id)
-            claim_filter["$or"] = [{"group": group, "_id": {"$in": ids}} for group, ids in by_group.items()]
-        return Admission(queue, candidates, claim_filter, counted)
+        places = [place for queue, candidates in by_queue.items() for place in self._places_of(queue, candidates)]
+        where = places[0] if len(places) == 1 else {"$or": places}
+        candidates = [candidate for candidates in by_queue.values() for candidate in candidates]
+        return Admission(candidates, where | store_limits.booked_until(self._store, until), counted)
+
+    def _places_of(self, queue: str, candidates: list[Candidate]) -> Iterator[Document]:
+        """Yield filters that match these candidates where they stand."""
+        if not _limits_groups(self.queues.get(queue, {})):
+            yield {"queue": queue, "_id": {"$in": [candidate.id for candidate in candidates]}}
+            return
+        by_group: dict[str | None, list[str]] = {}
+        for candidate in candidates:
+            by_group.setdefault(candidate.group, []).append(candidate.id)
+        for group, ids in by_group.items():
+            yield {"queue": queue, "group": group, "_id": {"$in": ids}}
 
     async def _book(self, queue: str, wishes: Mapping[str, Wish]) -> Booking | None:
         """Ask for room, and give back slots that are in hand and unused."""
@@ -317,6 +331,7 @@ class Limits:
         booking = await store_limits.book(
             self._store, queue, self._worker_id, list(wishes.values()), free=free, renew=said
         )
+        self._asking_takes_s += 0.1 * (time.monotonic() - now - self._asking_takes_s)
         if booking is not None:
             self._slots.told(said, booking.held, booking.until)
         self._reopen_all(places)
@@ -334,8 +349,9 @@ class Limits:
         if answered and admission.counted is not None:
             unused = [Wish(candidate.id, candidate.group) for candidate in not_won]
             sent = time.monotonic()
-            await store_limits.confirm(self._store, admission.queue, admission.counted, unused)
-            self._counted(admission, sent)
+            queue, token = admission.counted
+            await store_limits.confirm(self._store, queue, token, unused)
+            self._counted(queue, admission.candidates, sent)
         for place in has_room:  # by now; the start that was counted for it is given back, too
             for each in (place, (place[0], None)):
                 if (shut := self._shut.get(each)) is not None:
@@ -420,9 +436,9 @@ class Limits:
             unconfirmed=pause > window,
         )
 
-    def _counted(self, admission: Admission, since: float) -> None:
+    def _counted(self, queue: str, started: list[Candidate], since: float) -> None:
         """Note that these starts count `since` then (monotonic), for as long as the window lasts."""
-        for place in {(admission.queue, group) for group in (None, *(each.group for each in admission.candidates))}:
+        for place in {(queue, group) for group in (None, *(each.group for each in started))}:
             if (shut := self._shut.get(place)) is not None and shut.unconfirmed:
                 pause = since + self._window(place) + _AFTER_A_START_S - time.monotonic()
                 self._shut_for(place, pause, rate_used_up=True)
@@ -445,7 +461,8 @@ class Limits:
         if self._slots.any_idle(queue, group):  # it has become free since we asked
             return 0.0
         all_ours = most is not None and self._slots.count(queue, group) >= most
-        return varied(_WHILE_ALL_OURS_S if all_ours else self._partitions.in_turn(_ASK_AGAIN_S), 0.3)
+        ask_again = self._partitions.in_turn(max(_ASK_AGAIN_S, len(self._shut) * self._asking_takes_s / _ASKING_SHARE))
+        return varied(_WHILE_ALL_OURS_S if all_ours else min(ask_again, _WHILE_ALL_OURS_S), 0.3)
 
     def _shut_for(self, place: Place, pause: float, *, rate_used_up: bool = False, unconfirmed: bool = False) -> None:
         if (earlier := self._shut.pop(place, None)) is not None:
@@ -476,7 +493,20 @@ class Limits:
             self._asks_first.discard(place)
             if place in self._turned_away:
                 self._turned_away.discard(place)
-                self._candidates.order_scan()
+                self._order_scan()
+
+    def _order_scan(self) -> None:
+        """Order a scan, or have one ordered in a moment."""
+        now = time.monotonic()
+        if now >= self._next_scan:
+            self._scan()
+        elif self._scan_timer is None:
+            self._scan_timer = asyncio.get_running_loop().call_later(self._next_scan - now, self._scan)
+
+    def _scan(self) -> None:
+        self._scan_timer = None
+        self._next_scan = time.monotonic() + _SCANS_APART_S
+        self._candidates.order_scan()
 
     def _use_room(self, place: Place) -> None:
         """Try the best of those that wait for the room that has just become free."""
@@ -494,6 +524,8 @@ class Limits:
         """Stop waiting."""
         for shut in self._shut.values():
             shut.timer.cancel()
+        if self._scan_timer is not None:
+            self._scan_timer.cancel()
         self._shut.clear()
         self._parked.clear()
         self._turned_away.clear()

@@ -37,7 +37,7 @@ BOOKED_MS = 3_000
 """How long a slot may be used for a claim after it was booked, or renewed."""
 _LANDED_MS = 2_000
 """After this much longer, no claim on the booking can still be on its way (see the claimer's deadline)."""
-_CHECKED_EVERY_MS = 100
+_CHECKED_EVERY_MS = 500
 """How often the slots are checked against the leases, at most; with more slots than this, one millisecond per slot, since a
 check reads all that runs."""
 _BUCKETS = 100
