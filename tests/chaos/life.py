@@ -6,12 +6,15 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
+from bson import ObjectId
 from pymongo import AsyncMongoClient, monitoring
 from pymongo.errors import PyMongoError
 
 from taskmesh import Consumer, Retry, Snooze, TaskMesh, TaskMeshError, TaskOption, current_task
+from taskmesh.store.claim import CLAIMED_FIELDS, claim_one
 from tests.waiting import eventually
 
 T = TypeVar("T")
@@ -44,7 +47,9 @@ class Life:
 EXPECTED_RUNS = {"plain": 1, "twice": 1, "flaky": 2, "retries": 2, "reports": 1, "chains": 1, "after": 1, "writes": 1}
 EXPECTED_RUNS |= {"long": 1, "later": 1, "limited-0": 1, "limited-1": 1, "last": 1, "anew": 2, "snoozes": 2}
 EXPECTED_RUNS |= {"child": 1, "joined": 1}  # a handler starts the one; the other waits for it
+EXPECTED_RUNS |= {"abandoned": 1}
 EXPECTED_FAILS = {"flaky": 1, "retries": 1}
+EXPECTED_LOSSES = {"abandoned": 1}
 
 
 async def live(
@@ -80,9 +85,10 @@ async def _work(mesh: TaskMesh, life: Life, complete: Callable[[], bool]) -> Non
     consumers, running = await _start(mesh, life, "first")
     try:
         await _publish(mesh, life)
-        keys = [key for key in EXPECTED_RUNS if key != "last"]
+        keys = [key for key in EXPECTED_RUNS if key not in ("last", "abandoned")]
         await eventually(lambda: _are_done(mesh, life, keys), _PATIENCE_S, what="all but 'held' are done")
         assert life.runs["held"] == 1
+        await _abandon(mesh, life)
         second, running_second = await _start(mesh, life, "second")
         await consumers.stop(grace_ms=0)  # what it runs is given back, and 'second' has it
         await running
@@ -91,7 +97,9 @@ async def _work(mesh: TaskMesh, life: Life, complete: Callable[[], bool]) -> Non
         await _again(life, lambda: mesh.fleet.set_concurrency("second", 7))
         await eventually(lambda: second.concurrency == 7, _PATIENCE_S, what="the order is obeyed")
         await eventually(
-            lambda: _are_done(mesh, life, ["last", "held"]), _PATIENCE_S, what="the second has done the rest"
+            lambda: _are_done(mesh, life, ["last", "held", "abandoned"]),
+            _PATIENCE_S,
+            what="the second has done the rest",
         )
         for number in range(_FURTHER):
             if complete():
@@ -158,6 +166,19 @@ async def _publish(mesh: TaskMesh, life: Life) -> None:
     await _again(life, lambda: handle.result(_PATIENCE_S))
     if life.runs["anew"] == 1:
         await _again(life, lambda: _retried(mesh, life))
+
+
+async def _abandon(mesh: TaskMesh, life: Life) -> None:
+    """Leave a task as a worker does that has died: claimed, and its lease over."""
+    await _again(life, lambda: mesh.publish("work", "abandoned", queue="other"))  # which is paused
+    running_id = str(ObjectId())
+    await _again(life, lambda: claim_one(mesh.store, "work:abandoned", "dead", running_id, fields=dict(CLAIMED_FIELDS)))
+    # As it stands when time has passed: nobody has written to it.
+    past = mesh.clock.now() - timedelta(seconds=1)
+    moments = {"task_state.worker_states.0.ping_expire_time": past, "next_claim_time": past}
+    tasks = mesh.store.driver.collection("tasks")
+    await _again(life, lambda: tasks.update_one({"_id": "work:abandoned"}, {"$set": moments}))
+    await _again(life, lambda: mesh.resume("other"))
 
 
 def _soon(mesh: TaskMesh) -> Any:

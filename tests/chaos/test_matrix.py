@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from tests.chaos.life import EXPECTED_FAILS, EXPECTED_RUNS, Life, live
+from tests.chaos.life import EXPECTED_FAILS, EXPECTED_LOSSES, EXPECTED_RUNS, Life, live
 from tests.chaos.proxy import Proxy
 from tests.chaos.verbs import CommandsOfVerbs, verbs, watched
 from tests.mongod import Mongod
@@ -266,4 +266,4 @@ def _check(life: Life) -> None:
     assert (life.statuses["given-up"], life.statuses["orphan"]) == ("CANCELLED", "CANCELLED")
     assert life.steps == {"number": 1}, "what is recorded does not run again"
     charged = {key: charged for key, charged in life.charged.items() if key in EXPECTED_RUNS}
-    assert charged == {key: (0, EXPECTED_FAILS.get(key, 0)) for key in EXPECTED_RUNS}
+    assert charged == {key: (EXPECTED_LOSSES.get(key, 0), EXPECTED_FAILS.get(key, 0)) for key in EXPECTED_RUNS}

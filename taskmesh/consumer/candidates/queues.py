@@ -92,12 +92,13 @@ class Queues:
 
     def heard_of(self, queue: str, name: str) -> None:
         """Note a queue and name that an event has shown."""
+        now = time.monotonic()
         if not self._fixed:
-            self._know(queue, time.monotonic())
-            if self._due is not None:
-                self._due.add((queue, name))
-            if self._in_use is not None:
-                self._in_use[queue, name] = time.monotonic()
+            self._know(queue, now)
+        if self._due is not None:
+            self._due.add((queue, name))
+        elif self._in_use is not None:
+            self._in_use[queue, name] = now
 
     async def look_for_due(self, now: float, until: datetime, *, leases: bool) -> None:
         """Look where something is due by then.
@@ -125,9 +126,11 @@ class Queues:
         due = self._mine(due)
         now = time.monotonic()
         self._know_all({queue for queue, _ in due}, now)
+        if all_of_them:
+            return due
         if self._in_use is not None:
             self._in_use |= dict.fromkeys(due, now)
-        return due if all_of_them else None
+        return None
 
     async def _look_what_is_in_use(self) -> None:
         """Look where there are unfinished tasks at all."""
@@ -157,8 +160,8 @@ class Queues:
     ) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
         """Yield names and queues where something may be due, no more at a time than one query may look at.
 
-        `running`: only of running tasks. `lately`: if it is unknown where, also where there was something a while ago, so that
-        the parts rarely change.
+        `running`: only of running tasks. `lately`: if it is unknown where, also where there was something a while ago. Then the
+        parts rarely change, and who reads through one of them can go on.
         """
         due = self._running_due if running else self._due
         if due is None and self._in_use is not None:
