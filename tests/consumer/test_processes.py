@@ -172,6 +172,33 @@ async def test_an_execution_that_is_stopped_while_it_waits_for_a_child_costs_non
         assert await (await own_pid.publish("next")).result(60) == begun[0].pid
 
 
+async def test_a_child_that_dies_after_its_call_costs_none_that_waits_for_it(
+    mesh: TaskMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "MAX_STARTING", 1)
+    own_pid, wait_for_file = define(mesh, handlers.own_pid, option=ONCE), define(mesh, handlers.wait_for_file)
+    give_back, started = Processes.give_back, processes.Child
+
+    def dead(pool: Processes, child: Child) -> None:
+        monkeypatch.setattr(Processes, "give_back", give_back)
+        child.kill()
+        assert child.connection.poll(60)  # it has hung up
+        give_back(pool, child)
+
+    async with working(mesh, concurrency=2) as consumer:
+        first = await wait_for_file.publish("k", path=str(tmp_path / "go"), marker=str(tmp_path / "marker"))
+        await eventually((tmp_path / "marker").exists)
+        door = threading.Event()
+        monkeypatch.setattr(processes, "Child", lambda: door.wait(60) and started())
+        second = await own_pid.publish("waits")
+        await eventually(lambda: len(consumer.running) == 2)
+        monkeypatch.setattr(Processes, "give_back", dead)
+        (tmp_path / "go").touch()
+        assert await first.result(60) == "saw it"
+        door.set()
+        assert await second.result(60)
+
+
 async def test_where_no_process_can_be_started_the_execution_fails_and_the_next_tries_again(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:

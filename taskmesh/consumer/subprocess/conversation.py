@@ -164,8 +164,8 @@ class Conversation:
         if ended_itself:
             return _raising(self._lease_lost())
         if not self._begun:
-            if child.was_idle and not self._killed.is_set():
-                return None  # it died of something else while it was idle
+            if child.was_free and not self._killed.is_set():
+                return None  # it died of something else before
             return _raising(ProcessDied(f"the handler's process could not be started: {_how_it_ended(code)}"))
         if self._execution.session_id is not None:
             self._transactions.abandoned(self._execution)

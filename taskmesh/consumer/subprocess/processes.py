@@ -68,7 +68,8 @@ class Child:
             os.close(lease)
         self.connection: Connection[Any, Any] = Connection(ours.detach())
         self._is_up = False
-        self.was_idle = False
+        self.was_free = False
+        """Whether it was free before: if it is dead then, the next call has not done it."""
         self.idle_since = 0.0
 
     @property
@@ -159,8 +160,8 @@ _pools: weakref.WeakSet[Processes] = weakref.WeakSet()
 class Processes:
     """The child processes of one consumer.
 
-    Few start at a time, and a call takes whichever child is free first. So many short calls need no more children than long ones
-    would have made busy by then, and the first calls do not wait until there is a child for each.
+    Few start at a time, and a call takes whichever child is free first. So a burst of short calls is served by those that are up,
+    and only calls that last bring about a child for each slot.
     """
 
     def __init__(self) -> None:
@@ -190,6 +191,7 @@ class Processes:
 
     def give_back(self, child: Child) -> None:
         """Keep a child for the next call."""
+        child.was_free = True
         with self._lock:
             self._busy.discard(child)
             kept = self._hand_over(child)
@@ -207,7 +209,7 @@ class Processes:
                 return True
         if self._closed.is_set():
             return False
-        child.was_idle, child.idle_since = True, time.monotonic()
+        child.was_free, child.idle_since = True, time.monotonic()
         self._idle.append(child)
         if len(self._idle) > MAX_IDLE and not self._ends_surplus:
             self._ends_surplus = True
