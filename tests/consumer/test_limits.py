@@ -78,6 +78,37 @@ async def test_what_has_room_in_hand_is_claimed_together_whatever_its_queue(
     assert [most_running(spans[f"narrow-{n}"]) for n in range(queues)] == [1] * queues
 
 
+async def test_who_waits_for_room_in_many_queues_does_not_ask_all_the_time(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @mesh.task
+    async def work() -> None:
+        await anyio.sleep(60)
+
+    queues = 60
+    for n in range(queues):
+        await mesh.set_limit(f"narrow-{n}", running=1)
+        await work.configure(queue=f"narrow-{n}").publish_many({f"{n}-{m}": {} for m in range(8)})
+    book, asked_s = store_limits.book, [0.0]
+
+    async def timed(*arguments: Any, **settings: Any) -> Any:
+        began = time.monotonic()
+        try:
+            return await book(*arguments, **settings)
+        finally:
+            asked_s[0] += time.monotonic() - began
+
+    async with working(mesh, "holds", concurrency=queues) as holder:
+        await eventually(lambda: len(holder.running) == queues, 60)
+        monkeypatch.setattr(store_limits, "book", timed)
+        async with working(mesh, "waits", concurrency=queues):
+            await eventually(lambda: asked_s[0] > 0.5, 60)
+            before, began = asked_s[0], time.monotonic()
+            await eventually(lambda: time.monotonic() > began + 2.5)
+            share = (asked_s[0] - before) / (time.monotonic() - began)
+    assert share < 0.8, share
+
+
 async def test_a_rate_holds_in_every_window_and_is_used_up(mesh: TaskMesh) -> None:
     @mesh.task(queue="slow")
     async def work() -> None:
