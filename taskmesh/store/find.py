@@ -444,15 +444,16 @@ async def _queues_one_by_one(store: Store, status: str) -> list[str]:
 
 
 async def names_in_use(store: Store, status: str = "INIT") -> list[tuple[str, str]]:
-    """Return queue and name of the tasks with this status, each pair once."""
-    names = await values_of(store, "name", {"status": status})
-    if names is not None:
+    """Return queue and name of the tasks with this status, each pair once: as many looks as there are names or queues."""
+    names, queues = [await values_of(store, field, {"status": status}) for field in ("name", "queue")]
+    if names is not None and queues is not None:
+        by, of, values = ("name", "queue", names) if len(names) < len(queues) else ("queue", "name", queues)
         found: list[tuple[str, str]] = []
-        for name in names:
-            queues = await values_of(store, "queue", {"status": status, "name": name})
-            if queues is None:
+        for value in values:
+            others = await values_of(store, of, {"status": status, by: value})
+            if others is None:
                 break
-            found += [(queue, name) for queue in queues]
+            found += [(value, other) if by == "queue" else (other, value) for other in others]
         else:
             return sorted(found)
     return [pair for queue in await queues_in_use(store, [status]) for pair in await _names_in(store, status, queue)]
