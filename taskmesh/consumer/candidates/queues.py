@@ -24,9 +24,9 @@ _PROBE_EVERY_S = 0.8
 _QUEUES_EVERY_S = 5.0
 _REMEMBERED_S = 60.0
 """How long a queue or name is looked at after something was last seen there."""
-_IN_USE_EVERY_S = 1.0
+_IN_USE_EVERY_S = 1.0, 5.0
+"""The shortest and the longest pause between two questions what is in use. The longer they take, the longer the pause."""
 _SHARE_OF_TIME = 30
-"""At most this part of the time is spent on the question what is in use."""
 _MANY_NAMES = 8
 """Of fewer names, each is looked at without that question."""
 _MAX_COMBINATIONS = 150
@@ -144,7 +144,8 @@ class Queues:
             else:
                 found = {place for status in UNFINISHED for place in await names_in_use(self._store, status)}
         now = self._in_use_at = time.monotonic()
-        self._next_in_use = now + max(_IN_USE_EVERY_S, _SHARE_OF_TIME * (now - began))
+        least, most = _IN_USE_EVERY_S
+        self._next_in_use = now + min(max(least, _SHARE_OF_TIME * (now - began)), most)
         if found is None:
             self._in_use = None
         else:
