@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from inspect import isawaitable
-from math import isfinite
+from math import inf, isfinite
 from types import NoneType
 from typing import Any, Literal
 
@@ -444,19 +444,28 @@ async def _queues_one_by_one(store: Store, status: str) -> list[str]:
 
 
 async def names_in_use(store: Store, status: str = "INIT") -> list[tuple[str, str]]:
-    """Return queue and name of the tasks with this status, each pair once: as many looks as there are names or queues."""
-    names, queues = [await values_of(store, field, {"status": status}) for field in ("name", "queue")]
-    if names is not None and queues is not None:
-        by, of, values = ("name", "queue", names) if len(names) < len(queues) else ("queue", "name", queues)
-        found: list[tuple[str, str]] = []
-        for value in values:
-            others = await values_of(store, of, {"status": status, by: value})
-            if others is None:
-                break
-            found += [(value, other) if by == "queue" else (other, value) for other in others]
-        else:
-            return sorted(found)
+    """Return queue and name of the tasks with this status, each pair once."""
+    if (found := await places_in_use(store, status)) is not None:
+        return found
     return [pair for queue in await queues_in_use(store, [status]) for pair in await _names_in(store, status, queue)]
+
+
+async def places_in_use(store: Store, status: str, at_most: float = inf) -> list[tuple[str, str]] | None:
+    """Return queue and name of the tasks with this status, each pair once: as many looks as there are queues or names.
+
+    None if there are more than `at_most`, or if `values_of` cannot tell.
+    """
+    names, queues = [await values_of(store, field, {"status": status}) for field in ("name", "queue")]
+    if names is None or queues is None:
+        return None
+    found: list[tuple[str, str]] = []
+    by, of, values = ("name", "queue", names) if len(names) < len(queues) else ("queue", "name", queues)
+    for value in values:
+        others = await values_of(store, of, {"status": status, by: value})
+        if others is None or len(found) + len(others) > at_most:
+            return None
+        found += [(value, other) if by == "queue" else (other, value) for other in others]
+    return sorted(found)
 
 
 async def _names_in(store: Store, status: str, queue: str) -> list[tuple[str, str]]:

@@ -101,6 +101,15 @@ async def test_an_idle_worker_of_many_queues_by_name_sends_as_little(mongo_uri: 
     )  # what waits, runs out, others wait for; a pass more may have begun
 
 
+async def test_statistics_of_many_queues_and_one_name_take_few_looks(mongo_uri: str, database: str) -> None:
+    async with counted(mongo_uri, database) as (job, mesh, commands):
+        await _in_queues(job, 100)
+        before = commands.sent["distinct tasks"]
+        stats = await mesh.stats()
+    assert stats.counts == {"job": {"INIT": 100}}
+    assert commands.sent["distinct tasks"] - before < 20
+
+
 @pytest.mark.timed
 async def test_what_is_delayed_starts_on_time_in_each_of_many_queues(mesh: TaskMesh) -> None:
     @mesh.task

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pymongo.errors import OperationFailure
 
 from taskmesh.store import rules
-from taskmesh.store.find import UNFINISHED, values_of
+from taskmesh.store.find import UNFINISHED, places_in_use, values_of
 from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.mongodb.server_errors import Code
 from taskmesh.store.registry import closed_queues, loop_names, server_time
@@ -74,14 +74,10 @@ async def rows(store: Store, statuses: Sequence[str] | None = None) -> list[Row]
         stored = await values_of(store, "status", {})
         statuses = None if stored is None else [status for status in stored if status != "DELETED"]
     for status in statuses or ():
-        queues = await values_of(store, "queue", {"status": status})
-        for queue in queues or ():
-            names = await values_of(store, "name", {"status": status, "queue": queue})
-            if names is None or len(found) + len(names) > _MOST_ROWS:
-                return None
-            found += [Row(status, queue, name) for name in names]
-        if queues is None:
+        places = await places_in_use(store, status, at_most=_MOST_ROWS - len(found))
+        if places is None:
             return None
+        found += [Row(status, queue, name) for queue, name in places]
     return None if statuses is None else found
 
 
