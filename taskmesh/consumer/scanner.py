@@ -291,14 +291,13 @@ class Scanner:
                 logger.warning(text, type(error).__name__, error)
                 self._told_unsettled = True
 
-    @property
-    def _closed(self) -> frozenset[str]:
-        """The queues from which nothing may be claimed now."""
+    def _skip_closed(self) -> frozenset[str]:
+        """Return the queues from which nothing may be claimed now. A pass skips them."""
         return self._queues.paused | self._limits.skip_full()
 
     def _ranges(self, *, own: bool, running: bool = False) -> Iterator[ScanRange]:
         """Yield what to look at. `own`: in this worker's lanes. `running`: where running tasks are due."""
-        closed = self._closed
+        closed = self._skip_closed()
         for names, queues in self._queues.worth_a_look(running=running, lately=bool(self._heads_refused)):
             looked_at = [queue for queue in queues if queue not in closed]
             shares = self._partitions.shares(names, looked_at) if own else [(names, looked_at, None)]
@@ -325,7 +324,7 @@ class Scanner:
         found: list[Claimable] = []
         full: list[tuple[ScanRange, Sort]] = []
         known_to: Rank | None = None
-        looked_at, behind = self._queues.known - self._closed, set[str]()
+        looked_at, behind = self._queues.known - self._skip_closed(), set[str]()
         for what in self._ranges(own=True):
             for sort in _SORTS:
                 # Where the last page contained nothing for this worker, a small page is enough to see whether that has changed.

@@ -14,7 +14,7 @@ from taskmesh.consumer.registration import Registration
 from taskmesh.consumer.timing import varied
 from taskmesh.model.worker import able_workers
 from taskmesh.store import Store
-from taskmesh.store.find import names_in_use
+from taskmesh.store.find import places_in_use
 
 logger = logging.getLogger("taskmesh.consumer")
 
@@ -44,7 +44,7 @@ class Unserved:
 
     async def run_once(self) -> None:
         """Log every name and queue of waiting tasks that no live worker runs, each once."""
-        for queue, name in await names_in_use(self._store):
+        for queue, name in await places_in_use(self._store):
             if (queue, name) in self._told or able_workers(self._registration.fleet, name, queue):
                 continue
             self._told.add((queue, name))

@@ -443,14 +443,14 @@ async def _queues_one_by_one(store: Store, status: str) -> list[str]:
         found.append(last)
 
 
-async def names_in_use(store: Store, status: str = "INIT") -> list[tuple[str, str]]:
+async def places_in_use(store: Store, status: str = "INIT") -> list[tuple[str, str]]:
     """Return queue and name of the tasks with this status, each pair once."""
-    if (found := await places_in_use(store, status)) is not None:
+    if (found := await places_if_known(store, status)) is not None:
         return found
     return [pair for queue in await queues_in_use(store, [status]) for pair in await _names_in(store, status, queue)]
 
 
-async def places_in_use(store: Store, status: str, at_most: float = inf) -> list[tuple[str, str]] | None:
+async def places_if_known(store: Store, status: str, at_most: float = inf) -> list[tuple[str, str]] | None:
     """Return queue and name of the tasks with this status, each pair once: as many looks as there are queues or names.
 
     None if there are more than `at_most`, or if `values_of` cannot tell.

@@ -80,7 +80,7 @@ _ELSEWHERE = {
     "schema.check_readable": "asked by who only looks: tests/store/test_connecting.py",
     "find.fitting": "asked if on_claim has a filter: tests/consumer/test_unclaimable_head.py",
     "find.judged": "part of a scan; it asks by find.look_up, which is here",
-    "find.names_in_use": "asked once a minute, for tasks that nobody runs: tests/consumer/test_deploy_skew.py; and of what is in"
+    "find.places_in_use": "asked once a minute, for tasks that nobody runs: tests/consumer/test_deploy_skew.py; and of what is in"
     " use in very many queues and names: tests/consumer/test_many_queues.py",
     "find.open_scan": "reads behind tasks that are refused: tests/consumer/test_unclaimable_head.py",
     "find.queues_in_use": "asked where more is due than one look shows: tests/consumer/test_many_queues.py",

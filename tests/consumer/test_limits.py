@@ -13,6 +13,7 @@ import pytest
 import taskmesh.consumer.candidates.limits
 from taskmesh import InvalidOption, Status, TaskMesh, current_task
 from taskmesh.consumer.candidates.claim_queue import Candidate
+from taskmesh.consumer.candidates.limits import Limits
 from taskmesh.consumer.claimer import Claimer
 from taskmesh.store import Store
 from taskmesh.store.queues import limits as store_limits
@@ -104,9 +105,27 @@ async def test_who_waits_for_room_in_many_queues_does_not_ask_all_the_time(
         async with working(mesh, "waits", concurrency=queues):
             await eventually(lambda: asked_s[0] > 0.5, 60)
             before, began = asked_s[0], time.monotonic()
-            await eventually(lambda: time.monotonic() > began + 2.5)
+            await eventually(lambda: asked_s[0] > before + 0.5, 60)
             share = (asked_s[0] - before) / (time.monotonic() - began)
     assert share < 0.8, share
+
+
+async def test_scans_for_tasks_for_room_are_apart(mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where many queues are limited, some queue has room all the time."""
+    ordered: list[float] = []
+    scan = Limits._scan
+
+    def noted(limits: Limits) -> None:
+        ordered.append(time.monotonic())
+        scan(limits)
+
+    monkeypatch.setattr(Limits, "_scan", noted)
+    async with working(mesh) as consumer:
+        for _ in range(50):
+            parts_of(consumer).limits._order_scan()
+        assert len(ordered) == 1
+        await eventually(lambda: len(ordered) == 2, what="the others have one together")
+        assert ordered[1] - ordered[0] > 0.2
 
 
 async def test_a_rate_holds_in_every_window_and_is_used_up(mesh: TaskMesh) -> None:

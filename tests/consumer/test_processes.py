@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 import psutil
 import pytest
 
@@ -197,6 +198,21 @@ async def test_a_child_that_dies_after_its_call_costs_none_that_waits_for_it(
         assert await first.result(60) == "saw it"
         door.set()
         assert await second.result(60)
+
+
+@pytest.mark.usefixtures("own_children")
+async def test_a_child_that_is_starting_is_one_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork forgets all of them, or it would hold the pipe by whose end a child sees that its parent is gone."""
+    door = threading.Event()
+    monkeypatch.setattr(Child, "wait_until_up", lambda _: door.wait(60))
+    pool = Processes()
+    asked = pool.ask()
+    await eventually(lambda: len(pool.pids) == 1)
+    [pid] = pool.pids
+    door.set()
+    child = await anyio.to_thread.run_sync(asked.result, 60)
+    assert child.pid == pid
+    await anyio.to_thread.run_sync(pool.reap, child)
 
 
 async def test_where_no_process_can_be_started_the_execution_fails_and_the_next_tries_again(

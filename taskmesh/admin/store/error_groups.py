@@ -16,7 +16,7 @@ from pymongo.errors import OperationFailure
 from taskmesh.admin.store.task_counts import Row, rows, told, union_of
 from taskmesh.model.task import is_name
 from taskmesh.store import rules
-from taskmesh.store.find import names_in_use
+from taskmesh.store.find import places_in_use
 from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.mongodb.server_errors import is_over_deadline
 from taskmesh.store.store import Store
@@ -73,7 +73,7 @@ async def _rows(store: Store) -> list[Row]:
     """Return where in the index on status such tasks are."""
     found = await rows(store, STATUSES)
     if found is None:  # very many, or the server cannot tell them at once
-        found = [Row(status, queue, name) for status in STATUSES for queue, name in await names_in_use(store, status)]
+        found = [Row(status, queue, name) for status in STATUSES for queue, name in await places_in_use(store, status)]
     return found
 
 

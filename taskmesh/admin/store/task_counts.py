@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pymongo.errors import OperationFailure
 
 from taskmesh.store import rules
-from taskmesh.store.find import UNFINISHED, places_in_use, values_of
+from taskmesh.store.find import UNFINISHED, places_if_known, values_of
 from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.mongodb.server_errors import Code
 from taskmesh.store.registry import closed_queues, loop_names, server_time
@@ -74,7 +74,7 @@ async def rows(store: Store, statuses: Sequence[str] | None = None) -> list[Row]
         stored = await values_of(store, "status", {})
         statuses = None if stored is None else [status for status in stored if status != "DELETED"]
     for status in statuses or ():
-        places = await places_in_use(store, status, at_most=_MOST_ROWS - len(found))
+        places = await places_if_known(store, status, at_most=_MOST_ROWS - len(found))
         if places is None:
             return None
         found += [Row(status, queue, name) for queue, name in places]

@@ -235,7 +235,8 @@ class Limits:
     def sorted_out(self, candidates: list[Candidate]) -> Sorted:
         """Sort candidates: those with room in hand, and those for which to ask. Park those without room."""
         unlimited: list[Candidate] = []
-        in_hand: dict[str, list[tuple[Candidate, Slot]]] = {}
+        in_hand: dict[str, list[Candidate]] = {}
+        good_until: list[datetime] = []
         to_ask: dict[str, list[Candidate]] = {}
         for candidate in candidates:
             queue = candidate.queue
@@ -243,16 +244,16 @@ class Limits:
             if limits is None:
                 unlimited.append(candidate)
             elif (slot := self._slot_in_hand(candidate, limits, asking=queue in to_ask)) is not None:
-                in_hand.setdefault(queue, []).append((candidate, slot))
+                in_hand.setdefault(queue, []).append(candidate)
+                good_until.append(slot.good_until)
             elif self._parks(candidate):
                 continue
             elif len(to_ask.get(queue, ())) >= _LARGEST_WISH:
                 self._candidates.offer(candidate)
             else:
                 to_ask.setdefault(queue, []).append(candidate)
-        by_queue = {queue: [candidate for candidate, _ in found] for queue, found in in_hand.items()}
-        until = min((slot.good_until for found in in_hand.values() for _, slot in found), default=self._clock.now())
-        return Sorted(unlimited, self._admission(by_queue, until) if by_queue else Admission([], {}), to_ask)
+        admitted = self._admission(in_hand, min(good_until)) if in_hand else Admission([], {})
+        return Sorted(unlimited, admitted, to_ask)
 
     def _parks(self, candidate: Candidate) -> bool:
         """Park a candidate if its queue or group has no room. Return whether it was parked."""

@@ -12,7 +12,7 @@ from taskmesh.consumer.candidates.limits import Limits
 from taskmesh.consumer.candidates.partitions import Partitions
 from taskmesh.consumer.settings import Settings
 from taskmesh.store import Store, registry
-from taskmesh.store.find import UNFINISHED, names_in_use, places_due, queues_in_use, values_of
+from taskmesh.store.find import UNFINISHED, places_due, places_in_use, queues_in_use, values_of
 
 LOOK_AHEAD_MS = 1_500
 """How far scans look ahead. Longer than their interval, so that whatever becomes due in between is known in time."""
@@ -142,7 +142,7 @@ class Queues:
             if len(names) * len(self._known) <= _MANY_COMBINATIONS:
                 found = {(queue, name) for queue in self._known for name in names}
             else:
-                found = {place for status in UNFINISHED for place in await names_in_use(self._store, status)}
+                found = {place for status in UNFINISHED for place in await places_in_use(self._store, status)}
         now = self._in_use_at = time.monotonic()
         least, most = _IN_USE_EVERY_S
         self._next_in_use = now + min(max(least, _SHARE_OF_TIME * (now - began)), most)

@@ -78,9 +78,9 @@ class Child:
         return self._popen.pid
 
     def wait_until_up(self) -> None:
-        """Wait until it can take a call, or is dead: then the call finds out."""
+        """Wait until it can take a call. If it is dead, or does not say so, the call finds out."""
         if not self._is_up:
-            with suppress(EOFError, ConnectionError):
+            with suppress(Exception):
                 self.receive()
             self._is_up = True
 
@@ -225,7 +225,6 @@ class Processes:
         """Start a child for the first that asks by then."""
         try:
             child = Child()
-            child.wait_until_up()
         except Exception as error:  # noqa: BLE001 — it is raised where the child was asked for
             with self._lock:
                 self._starting -= 1
@@ -234,7 +233,11 @@ class Processes:
                 self._start_what_is_needed(len(self._asked))
             return
         with self._lock:
+            self._busy.add(child)  # so that a fork of this process forgets it, too
+        child.wait_until_up()
+        with self._lock:
             self._starting -= 1
+            self._busy.discard(child)
             kept = self._hand_over(child)
             self._start_what_is_needed(len(self._asked))
         if not kept:
