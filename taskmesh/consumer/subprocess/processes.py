@@ -183,7 +183,7 @@ class Processes:
         asked: Future[Child] = Future()
         with self._lock:
             if not self._idle:
-                self._start_what_is_needed(len(self._asked) + 1)
+                self._start_what_is_needed(more=1)
             self._asked.append(asked)
             if self._idle:
                 self._hand_over(self._idle.pop())
@@ -216,8 +216,10 @@ class Processes:
             threading.Thread(target=self._end_surplus, name="taskmesh children end", daemon=True).start()
         return True
 
-    def _start_what_is_needed(self, asked_cnt: int) -> None:
-        while self._starting < min(MAX_STARTING, asked_cnt):
+    def _start_what_is_needed(self, more: int = 0) -> None:
+        """Start a child for each that asks and has not given up, and for `more`."""
+        needed = sum(not asked.cancelled() for asked in self._asked) + more
+        while self._starting < min(MAX_STARTING, needed):
             threading.Thread(target=self._start, name="taskmesh child starts", daemon=True).start()
             self._starting += 1
 
@@ -230,7 +232,7 @@ class Processes:
                 self._starting -= 1
                 if self._asked and (asked := self._asked.popleft()).set_running_or_notify_cancel():
                     asked.set_exception(error)
-                self._start_what_is_needed(len(self._asked))
+                self._start_what_is_needed()
             return
         with self._lock:
             self._busy.add(child)  # so that a fork of this process forgets it, too
@@ -239,7 +241,7 @@ class Processes:
             self._starting -= 1
             self._busy.discard(child)
             kept = self._hand_over(child)
-            self._start_what_is_needed(len(self._asked))
+            self._start_what_is_needed()
         if not kept:
             child.dismiss()
 
@@ -260,7 +262,7 @@ class Processes:
         """Clean up after a child that died or has to die. Return its exit code."""
         with self._lock:
             self._busy.discard(child)
-            self._start_what_is_needed(len(self._asked))
+            self._start_what_is_needed()
         return child.end()
 
     @property
