@@ -86,28 +86,30 @@ async def test_who_waits_for_room_in_many_queues_does_not_ask_all_the_time(
     async def work() -> None:
         await anyio.sleep(60)
 
-    queues = 60
+    queues = 12
     for n in range(queues):
         await mesh.set_limit(f"narrow-{n}", running=1)
         await work.configure(queue=f"narrow-{n}").publish_many({f"{n}-{m}": {} for m in range(8)})
-    book, asked_s = store_limits.book, [0.0]
+    book, took_s = store_limits.book, list[float]()
 
-    async def timed(*arguments: Any, **settings: Any) -> Any:
+    async def slow(*arguments: Any, **settings: Any) -> Any:
         began = time.monotonic()
         try:
+            await anyio.sleep(0.02)
             return await book(*arguments, **settings)
         finally:
-            asked_s[0] += time.monotonic() - began
+            took_s.append(time.monotonic() - began)
 
     async with working(mesh, "holds", concurrency=queues) as holder:
         await eventually(lambda: len(holder.running) == queues, 60)
-        monkeypatch.setattr(store_limits, "book", timed)
+        monkeypatch.setattr(store_limits, "book", slow)
         async with working(mesh, "waits", concurrency=queues):
-            await eventually(lambda: asked_s[0] > 0.5, 60)
-            before, began = asked_s[0], time.monotonic()
-            await eventually(lambda: asked_s[0] > before + 0.5, 60)
-            share = (asked_s[0] - before) / (time.monotonic() - began)
-    assert share < 0.8, share
+            learned = 5 * queues  # how long asking takes, and that all of them are full
+            await eventually(lambda: len(took_s) > learned, 60)
+            began, asked = time.monotonic(), len(took_s)
+            await eventually(lambda: len(took_s) > asked + 3 * queues, 60)
+            share = sum(took_s[asked:]) / (time.monotonic() - began)
+    assert share < 1, share
 
 
 async def test_scans_for_tasks_for_room_are_apart(mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch) -> None:
