@@ -42,6 +42,7 @@ from taskmesh.consumer.candidates.listening import Listening
 from taskmesh.consumer.candidates.partitions import Partitions
 from taskmesh.consumer.candidates.queues import Queues
 from taskmesh.consumer.candidates.slots import Slots
+from taskmesh.consumer.candidates.tasks_for_room import TasksForRoom
 from taskmesh.consumer.claimer import Claimer
 from taskmesh.consumer.durable.journal import Journals
 from taskmesh.consumer.durable.transactions import Transactions
@@ -392,6 +393,17 @@ class Worker:
             claim_filter,
             self.backup_claims,
         )
+        self.tasks_for_room = TasksForRoom(
+            store,
+            settings,
+            clock,
+            self.candidates,
+            self.partitions,
+            self.queues,
+            self.limits,
+            claim_filter,
+            self.backup_claims,
+        )
         self.inserted_tasks = InsertedTasks(Acceptance(store, clock, Registry(store)), self._settings, self.partitions)
         orders = Orders(store, settings, consumer)
         self.listener = Listener(
@@ -502,6 +514,7 @@ class Worker:
         loops.start_soon(self.scanner.run, name="taskmesh scanner")
         loops.start_soon(self.claimer.run, name="taskmesh claimer")
         loops.start_soon(self.groups.run, name="taskmesh groups")
+        loops.start_soon(self.tasks_for_room.run, name="taskmesh tasks for room")
         loops.start_soon(self.limits.run, name="taskmesh limits")
         loops.start_soon(self.listener.run, name="taskmesh listener")
         loops.start_soon(self.backup_claims.run, name="taskmesh backup claims")

@@ -10,6 +10,7 @@ import pytest
 
 from taskmesh import TaskMesh
 from taskmesh.consumer.candidates.turns import Turns
+from tests.waiting import eventually
 from tests.working import all_working
 
 
@@ -35,6 +36,26 @@ async def test_groups_take_turns_and_within_each_the_oldest_goes_first(mesh: Tas
     assert all({*first_turns[i : i + 3]} == {"a", "b", "c"} for i in range(0, 15, 3)), first_turns
     next_turns = [tenant for tenant, _ in ran[16:30]]
     assert all({*next_turns[i : i + 2]} == {"a", "b"} for i in range(0, 14, 2)), next_turns
+
+
+async def test_a_foreign_document_among_the_tasks_of_a_group_holds_nobody_up(mesh: TaskMesh) -> None:
+    ran: list[str] = []
+
+    @mesh.task(queue="shared")
+    async def work(tenant: str) -> None:
+        ran.append(tenant)
+
+    # More than a scan reads at a time, so that each group is looked at by itself.
+    await work.configure(group="big").publish_many({f"big-{n:05}": {"tenant": "big"} for n in range(3_000)})
+    await work.configure(group="small").publish("k", tenant="small")
+    tasks = mesh.store.driver.collection(mesh.store.tasks)
+    task = await tasks.find_one({"_id": "work:k"})
+    assert task is not None
+    await tasks.insert_one(task | {"_id": "work:foreign", "task_option": {**task["task_option"], "priority": "high"}})
+    with anyio.fail_after(120):
+        async with all_working(mesh, ["w1"], concurrency=2):
+            await eventually(lambda: "small" in ran)
+    assert len(ran) < 3_000
 
 
 @pytest.mark.parametrize("limited", [False, True], ids=["no limit", "a limit"])

@@ -64,18 +64,19 @@ class BackupClaims:
         """Tasks that have been due for a while, to be looked at when this worker has room for them."""
         self._wake = asyncio.Event()
 
-    def offer(self, row: Claimable, *, place: int | None = None, overdue: bool = False) -> bool:
+    def offer(self, row: Claimable, *, place: int | None = None, overdue: bool = False, has_room: bool = False) -> bool:
         """Take in a task that a scan has found. Return True if it is a new candidate.
 
         `place`: how many workers go before this one; by default what the task's lane says. `overdue`: the task's lease has run
-        out; then it is looked at whether this worker has room or not.
+        out; then it is looked at whether this worker has room or not. `has_room`: it was looked for since there may be room
+        for it.
         """
         candidates = self._candidates
         if row.claim_time == NEVER or row.id in self._executions:
             return False
         if candidates.is_aside(row.id) or candidates.taken_meanwhile(row.id):
             return False
-        if self._limits.is_full(row.queue, row.group):
+        if not has_room and self._limits.is_full(row.queue, row.group):
             return False
         now = time.monotonic()
         moment = row.next_claim_time if row.claim_time is None else max(row.claim_time, row.next_claim_time)

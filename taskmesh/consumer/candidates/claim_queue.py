@@ -19,6 +19,8 @@ from taskmesh.store.find import Claimable
 
 _ASIDE_AT_MOST = 10_000
 _BEHIND_AT_MOST = 1_000
+_REST = 4
+"""A scan that brought little is not repeated for want of candidates until so many times as it took have passed."""
 NOTHING = (-(2**63), 0, 0)
 """A rank before all others."""
 
@@ -96,6 +98,8 @@ class ClaimQueue:
         self._came_back: set[str] = set()
         self.overflowed = False
         """Whether a candidate was dropped since the last scan began: there is more work than is held here."""
+        self._next_for_more = 0.0
+        """When a scan for want of candidates pays again (monotonic)."""
         self._known_to: Rank | None = NOTHING
         """The rank up to which every due task is known here. None: all are known."""
         self._behind: dict[str, Candidate] = {}
@@ -278,12 +282,21 @@ class ClaimQueue:
 
     def want_more(self) -> None:
         """Request a scan if few candidates are left and there is more work."""
-        if self.more and self.runs_low():
+        if self.more and self.runs_low() and time.monotonic() >= self._next_for_more:
             self.scan_wanted.set()
 
     def runs_low(self) -> bool:
         """Return whether few of the remaining candidates are due."""
-        return self.ready_count(time.monotonic()) < max(1, self._settings.concurrency // 2)
+        return self.ready_count(time.monotonic()) < self._low
+
+    def scanned(self, brought: int, took_s: float) -> None:
+        """Note how many candidates a scan has brought. Few: most of what it passed over has no room, or was taken by others."""
+        little = brought < self._low
+        self._next_for_more = time.monotonic() + (_REST * took_s if little else 0.0)
+
+    @property
+    def _low(self) -> int:
+        return max(1, self._settings.concurrency // 2)
 
     def begin_scan(self) -> int:
         """Note that a scan begins. What is taken from now on may still look claimable to it.

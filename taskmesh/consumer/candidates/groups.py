@@ -25,7 +25,8 @@ from taskmesh.consumer.timing import until
 from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.find import Claimable, fitting
-from taskmesh.store.queues.groups import first_of_groups, groups_due, queues_with_groups
+from taskmesh.store.queues.first_of import Look, first_of
+from taskmesh.store.queues.groups import groups_due, queues_with_groups
 
 logger = logging.getLogger("taskmesh.groups")
 
@@ -138,12 +139,10 @@ class Groups:
         due_by = self._clock.now() + timedelta(milliseconds=LOOK_AHEAD_MS)
         found: dict[str, tuple[list[Claimable], bool]] = {}
         for names, _, lanes in self._partitions.shares(self._names, [queue]):
-            wanted = dict.fromkeys(groups, count)
-            for group, (rows, more) in (
-                await first_of_groups(self._store, self._me, queue, wanted, names, lanes, due_by)
-            ).items():
+            looks = [Look(queue, group, names, lanes, count) for group in groups]
+            for group, page in zip(groups, await first_of(self._store, self._me, looks, due_by), strict=True):
                 others, more_of_others = found.get(group, ([], False))
-                found[group] = (others + rows, more_of_others or more)
+                found[group] = (others + page.rows, more_of_others or page.full)
         for group, (rows, more) in found.items():
             self._candidates.more_of(queue, [group], more=more)
             fit = await fitting(self._store, rows, narrowed_by) if narrowed_by else rows

@@ -39,7 +39,9 @@ Room made here is used at once."""
 _ASKING_SHARE = 0.25
 """Where many places have no room, a worker asks for about this part of the time at most, or a fleet would do nothing else."""
 _SCANS_APART_S = 0.3
-"""How far apart scans are that look for tasks for room. Where many places are limited, some place has room all the time."""
+"""How far apart scans are that look for tasks for room. Where many groups are limited, some group has room all the time."""
+_LOOK_WITHIN_S = 1.0
+"""How long a place stays shut for a look at what waits there. If that takes longer, another is wanted."""
 _WHILE_SHUT_S = 30.0
 _WHILE_ALL_OURS_S = 5.0
 """How long to wait if this worker itself occupies all the room: it notices by itself when there is some again."""
@@ -152,6 +154,9 @@ class Limits:
         self._parked: dict[Place, _Parked] = {}
         self._asking_takes_s = 0.0
         """How long the latest bookings took, on average."""
+        self.tasks_wanted = asyncio.Event()
+        """Set when there is room somewhere for which no candidate waits here: see `TasksForRoom`."""
+        self._wanted: set[Place] = set()
         self._next_scan = 0.0
         self._scan_timer: asyncio.TimerHandle | None = None
         self._turned_away: set[Place] = set()
@@ -225,6 +230,30 @@ class Limits:
                 self._turned_away.add(place)
                 return True
         return self.is_paused(queue, group)
+
+    def take_wanted(self) -> set[Place]:
+        """Return where there is room for which no candidate waits here. The caller is about to look for some."""
+        wanted, self._wanted = self._wanted, set()
+        self.tasks_wanted.clear()
+        return wanted
+
+    def takes_all(self, place: Place) -> bool:
+        """Whether this worker may use a slot there for tasks of any lane: few others can have one."""
+        return self._slots.has_idle(place) and self._is_narrow(place)
+
+    def was_skipped(self, place: Place) -> bool:
+        """Whether tasks may wait in a place that were never offered here, since a scan has skipped it."""
+        return place in self._turned_away
+
+    def looked_at(self, place: Place, *, brought: bool, more: bool) -> None:
+        """Note that what waits in a place was looked at. What was found has been offered. `more`: there is more."""
+        (self._turned_away.add if more else self._turned_away.discard)(place)
+        if not self.takes_all(place):
+            self._open(place)
+        elif not brought:
+            self._slots.give_back(place)
+            self._open(place)
+        # Otherwise it stays shut for others than these.
 
     def is_paused(self, queue: str, group: str | None) -> bool:
         """Whether the group is paused for everybody."""
@@ -300,7 +329,8 @@ class Limits:
             self._put_aside(queue, booking, admitted, refused)
         else:  # there may be room for more
             for place in {(queue, None), *((queue, candidate.group) for candidate in admitted)}:
-                self._offer_parked(place, len(admitted))
+                if not self._offer_parked(place, len(admitted)) and place in self._turned_away:
+                    self._reopen(place)
         counted = (queue, booking.token) if _counts_starts(limits) else None
         return self._admission({queue: admitted}, booking.until, counted)
 
@@ -357,6 +387,9 @@ class Limits:
             for each in (place, (place[0], None)):
                 if (shut := self._shut.get(each)) is not None:
                     shut.rate_used_up = False
+            if self._is_narrow(place) and self._parked.get(place):  # others have most likely taken these, too
+                del self._parked[place]
+                self._turned_away.add(place)
             self._use_room(place)
 
     def given_back(self, id_: str) -> Slot | None:
@@ -476,25 +509,42 @@ class Limits:
             self._turned_away.add(place)
 
     def _reopen(self, place: Place) -> None:
-        """Try again. The best of those that wait goes first."""
-        if (shut := self._shut.pop(place, None)) is not None:
-            shut.timer.cancel()
-        self._offer_parked(place, _TRIED_AT_ONCE)
+        """Try again. The best of those that wait goes first. If none waits here, look for others."""
+        skipped = place in self._turned_away
+        if skipped and not self._parked.get(place) and not self._takes_a_scan(place):
+            self._shut_for(place, _LOOK_WITHIN_S)  # so that no newer one goes first
+            self._want_tasks(place)
+        elif not self._open(place) and skipped:
+            self._turned_away.discard(place)
+            self._order_scan()
         self._candidates.ready.set()
 
-    def _offer_parked(self, place: Place, count: int) -> None:
-        """Have the best of those that wait in a place tried, at most so many. If none waits here any more, look for others."""
+    def _open(self, place: Place) -> bool:
+        """Have the best of those that wait in a place tried. False if none waits here."""
+        if (shut := self._shut.pop(place, None)) is not None:
+            shut.timer.cancel()
+        return self._offer_parked(place, _TRIED_AT_ONCE)
+
+    def _offer_parked(self, place: Place, count: int) -> bool:
+        """Have the best of those that wait in a place tried, at most so many. False if none waits here."""
         best = list(itertools.islice(self._parked.get(place, ()), count))
         for candidate in best:
             self._candidates.offer(replace(candidate, due=time.monotonic(), timed=False))
         if best:
             self._candidates.ready.set()
-        else:
-            self._parked.pop(place, None)
-            self._asks_first.discard(place)
-            if place in self._turned_away:
-                self._turned_away.discard(place)
-                self._order_scan()
+            return True
+        self._parked.pop(place, None)
+        self._asks_first.discard(place)
+        return False
+
+    def _takes_a_scan(self, place: Place) -> bool:
+        """Whether the tasks that have room there stand behind others that have none: those of groups, in a queue."""
+        queue, group = place
+        return group is None and _limits_groups(self.queues.get(queue, {}))
+
+    def _want_tasks(self, place: Place) -> None:
+        self._wanted.add(place)
+        self.tasks_wanted.set()
 
     def _order_scan(self) -> None:
         """Order a scan, or have one ordered in a moment."""
@@ -512,14 +562,24 @@ class Limits:
     def _use_room(self, place: Place) -> None:
         """Try the best of those that wait for the room that has just become free."""
         parked = self._parked.get(place)
-        if place not in self._shut:
-            place = (place[0], None)
-        elif parked and not _counts_starts(self.queues.get(place[0], {})) and self._slots.promise(place):
+        if parked and place in self._shut and self._promise(place):
             # The slot is in hand, and the place stays shut for the others.
             self._candidates.offer(replace(next(parked), due=time.monotonic(), timed=False))
             self._candidates.ready.set()
-            return
-        self._reopen_if_not_by_rate(place)
+        elif not parked and self._is_narrow(place) and self._promise(place):
+            self._want_tasks(place)
+        else:
+            self._reopen_if_not_by_rate(place if place in self._shut else (place[0], None))
+
+    def _is_narrow(self, place: Place) -> bool:
+        """Whether fewer tasks may run in a place than there are other workers, so that not even one each has room there."""
+        limits = self.queues.get(place[0], {})
+        most = limits.get("running") if place[1] is None else QueueLimits.from_document(limits).of_group(place[1])
+        return most is not None and most <= self._partitions.others_cnt
+
+    def _promise(self, place: Place) -> bool:
+        """Keep an unused slot of this place for the next task. False if there is none, or starts are counted."""
+        return not _counts_starts(self.queues.get(place[0], {})) and self._slots.promise(place)
 
     def close(self) -> None:
         """Stop waiting."""

@@ -164,6 +164,16 @@ class Slots:
         slot.idle_since = time.monotonic() + _PROMISED_S
         return True
 
+    def give_back(self, place: Place) -> None:
+        """Keep the unused slots of this place no longer."""
+        for slot in self._idle.get(place, ()):
+            slot.idle_since = 0.0
+        self.changed.set()
+
+    def has_idle(self, place: Place) -> bool:
+        """Whether one of exactly this place is held and not used."""
+        return place in self._idle
+
     def forget(self, id_: str) -> None:
         """Forget a task's slot: whether the task runs is unknown. Other workers find out by its lease."""
         slot = self._by_task.pop(id_, None)

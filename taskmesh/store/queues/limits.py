@@ -305,8 +305,11 @@ def _booking(
     }
     groups_granted = {"$setDifference": ["$_granted.g", [None]]}
     group_starts = {"$map": {"input": groups_granted, "as": "group", "in": group_start}}
-    # If some were refused for lack of slots, somebody checks, now and then, which slots are still in use.
-    held_by_slots = {"$lt": [{"$min": [run_room, {"$size": "$_within"}]}, len(wishes)]}
+    # If some were refused for lack of slots, somebody checks, now and then, which slots are still in use. Not while all are
+    # valid: then a check frees none.
+    some_expired = {"$lte": [{"$min": "$slots.until"}, {"$subtract": [now, _LANDED_MS]}]}
+    no_slots = {"$lt": [{"$min": [run_room, {"$size": "$_within"}]}, len(wishes)]}
+    held_by_slots = {"$and": [no_slots, some_expired]}
     every_ms = {"$max": [_CHECKED_EVERY_MS, {"$size": "$slots"}]}
     due_for_check = {"$lte": [{"$ifNull": ["$checked_time", rules.LONG_AGO]}, {"$subtract": [now, every_ms]}]}
     return [

@@ -1,0 +1,153 @@
+"""Tasks for room: looks for tasks where there is room under a limit and no candidate waits at this worker.
+
+While a queue has no room, scans skip it, so there is nothing here to use the room for when there is some again. Whoever holds a
+slot of a queue takes tasks from the lanes of all workers: without a slot, those cannot start them. Otherwise the slot would be
+given back, and found by another worker only after a while. Many places are looked at in one command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.consumer.candidates.backup_claims import BackupClaims
+from taskmesh.consumer.candidates.claim_filter import ClaimFilter
+from taskmesh.consumer.candidates.claim_queue import ClaimQueue
+from taskmesh.consumer.candidates.limits import Limits
+from taskmesh.consumer.candidates.partitions import Partitions
+from taskmesh.consumer.candidates.queues import Queues
+from taskmesh.consumer.candidates.slots import Place
+from taskmesh.consumer.settings import Settings
+from taskmesh.consumer.timing import until
+from taskmesh.store import Store
+from taskmesh.store.clock import ServerClock
+from taskmesh.store.find import Claimable, ScanRange, Sort, fitting, scan
+from taskmesh.store.queues.first_of import Look, first_of
+
+logger = logging.getLogger("taskmesh.limits")
+
+_APART_S = 0.02
+_OTHERS_APART_S = 0.3
+"""How far apart looks at the rarer kinds of tasks are. Where many queues are limited, some queue has room all the time."""
+_OTHER_SORTS: tuple[Sort, ...] = ("named", "labelled", "shared")
+_PAGE_OF_OTHERS = 200
+_PLACES_AT_ONCE = 50
+_TASKS_AT_ONCE = 1_000
+_LEAST, _MOST = 10, 200
+"""How many tasks of a place are read at a time."""
+
+
+class TasksForRoom:
+    """Feeds one consumer's claim queue from limited queues that have room again."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        clock: ServerClock,
+        candidates: ClaimQueue,
+        partitions: Partitions,
+        queues: Queues,
+        limits: Limits,
+        claim_filter: ClaimFilter,
+        backup_claims: BackupClaims,
+    ) -> None:
+        self._store = store
+        self._me = settings.claimant
+        self._clock = clock
+        self._candidates = candidates
+        self._partitions = partitions
+        self._queues = queues
+        self._limits = limits
+        self._claim_filter = claim_filter
+        self._backup_claims = backup_claims
+        self._others_of: set[str] = set()
+        """The queues in which to look at the rarer kinds of tasks as well."""
+        self._others_at = 0.0
+
+    async def run(self) -> None:
+        """Look for ever."""
+        while True:
+            await until(self._limits.tasks_wanted, self._next_look_at_others())
+            try:
+                await self.run_once()
+            except PyMongoError as error:  # what is wanted now will be wanted again
+                logger.debug("tasks for room could not be looked for (%s)", type(error).__name__)
+            await asyncio.sleep(_APART_S)
+
+    def _next_look_at_others(self) -> float | None:
+        return max(0.0, self._others_at - time.monotonic()) if self._others_of else None
+
+    async def run_once(self) -> None:
+        """Look once in each place where tasks are wanted."""
+        places = sorted(self._limits.take_wanted(), key=str)
+        self._others_of.update(queue for queue, group in places if self._limits.was_skipped((queue, group)))
+        narrowed_by = await self._claim_filter.current()
+        for start in range(0, len(places), _PLACES_AT_ONCE):
+            await self._look_at(places[start : start + _PLACES_AT_ONCE], narrowed_by)
+        if narrowed_by is not None and self._others_of and time.monotonic() >= self._others_at:
+            self._others_at = time.monotonic() + _OTHERS_APART_S
+            queues, self._others_of = self._others_of, set()
+            await self._look_at_others(queues, narrowed_by)
+
+    async def _look_at(self, places: Sequence[Place], narrowed_by: Mapping[str, Any] | None) -> None:
+        """Look at waiting tasks. If nothing is claimed for now (no filter), there are none."""
+        count = max(_LEAST, min(_MOST, _TASKS_AT_ONCE // len(places)))
+        looks = [
+            Look(*place, some, lanes, count)
+            for names, queues in self._where({queue for queue, _ in places})
+            for place in places
+            if place[0] in queues
+            for some, lanes in self._shares(place, names)
+        ]
+        if narrowed_by is None or not looks:
+            looks, pages = [], []
+        else:
+            pages = await first_of(self._store, self._me, looks, self._clock.now())
+        found: dict[Place, list[Claimable]] = {place: [] for place in places}
+        more: set[Place] = set()
+        for look, page in zip(looks, pages, strict=True):
+            found[look.queue, look.group] += await self._fitting(page.rows, narrowed_by)
+            if page.full:
+                more.add((look.queue, look.group))
+        # Nothing is awaited from here on, so that the best goes first.
+        for place, rows in found.items():
+            brought = self._offer(rows, 0 if self._limits.takes_all(place) else None)
+            self._limits.looked_at(place, brought=brought, more=place in more)
+        self._candidates.ready.set()
+
+    async def _look_at_others(self, queues: Collection[str], narrowed_by: Mapping[str, Any]) -> None:
+        """Look at tasks that name workers or need labels, and at running ones with room for more workers."""
+        for names, some in self._where(queues):
+            what = ScanRange(names, some, None, self._clock.now())
+            for sort in _OTHER_SORTS:
+                page = await scan(self._store, self._me, what, _PAGE_OF_OTHERS, sort)
+                if self._offer(await self._fitting(page.rows, narrowed_by), None):
+                    self._candidates.ready.set()
+
+    def _where(self, queues: Collection[str]) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
+        """Yield names and those of these queues where something of these names may be due."""
+        for names, known in self._queues.worth_a_look():
+            if some := [queue for queue in known if queue in queues and queue not in self._queues.paused]:
+                yield names, some
+
+    def _offer(self, rows: Sequence[Claimable], place: int | None) -> bool:
+        """Offer what was found. Return whether anything of it is new."""
+        came_back, offer = self._candidates.came_back_meanwhile, self._backup_claims.offer
+        return sum(offer(row, place=place, has_room=True) for row in rows if not came_back(row.id)) > 0
+
+    def _shares(self, place: Place, names: Sequence[str]) -> Iterator[tuple[Sequence[str], Sequence[int] | None]]:
+        """Yield names, and the lanes to look at: all if this worker holds a slot there, otherwise its own."""
+        if self._limits.takes_all(place):
+            yield names, None
+        else:
+            for some, _, lanes in self._partitions.shares(names, [place[0]]):
+                yield some, lanes
+
+    async def _fitting(self, rows: list[Claimable], narrowed_by: Mapping[str, Any] | None) -> list[Claimable]:
+        return await fitting(self._store, rows, narrowed_by) if narrowed_by else rows
