@@ -402,6 +402,7 @@ class Worker:
             self.queues,
             self.limits,
             claim_filter,
+            life,
             self.backup_claims,
         )
         self.inserted_tasks = InsertedTasks(Acceptance(store, clock, Registry(store)), self._settings, self.partitions)

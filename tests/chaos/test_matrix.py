@@ -88,8 +88,8 @@ _ELSEWHERE = {
     "finish.whether_recorded": "asked after a fault, so here after every one at finish.finish",
     "groups.queues_with_groups": "asked where a scan does not see all that is due: tests/consumer/test_turns.py",
     "groups.groups_due": "asked where a queue with groups has a backlog: tests/consumer/test_turns.py",
-    "first_of.first_of": "asked where a queue with groups has a backlog: tests/consumer/test_turns.py; and where a limited queue has"
-    " room: tests/consumer/test_room_in_hand.py",
+    "first_of.first_of": "asked where a queue with groups has a backlog: tests/consumer/test_turns.py; and where a limited queue"
+    " has room: tests/consumer/test_room_in_hand.py",
     "malformed.strangers": "asked where a change is refused for good: tests/admin/test_strangers.py",
     "registry.dead_letter_queues": "asked where queues are listed: tests/admin/test_dead_letters.py",
     "registry.pause_group": "asked by people, about a queue's groups: tests/consumer/test_groups.py",

@@ -22,6 +22,7 @@ from taskmesh.consumer.candidates.limits import Limits
 from taskmesh.consumer.candidates.partitions import Partitions
 from taskmesh.consumer.candidates.queues import Queues
 from taskmesh.consumer.candidates.slots import Place
+from taskmesh.consumer.life import Life
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until
 from taskmesh.store import Store
@@ -55,6 +56,7 @@ class TasksForRoom:
         queues: Queues,
         limits: Limits,
         claim_filter: ClaimFilter,
+        life: Life,
         backup_claims: BackupClaims,
     ) -> None:
         self._store = store
@@ -65,6 +67,7 @@ class TasksForRoom:
         self._queues = queues
         self._limits = limits
         self._claim_filter = claim_filter
+        self._life = life
         self._backup_claims = backup_claims
         self._others_of: set[str] = set()
         """The queues in which to look at the rarer kinds of tasks as well."""
@@ -87,13 +90,14 @@ class TasksForRoom:
         """Look once in each place where tasks are wanted."""
         places = sorted(self._limits.take_wanted(), key=str)
         self._others_of.update(queue for queue, group in places if self._limits.was_skipped((queue, group)))
-        narrowed_by = await self._claim_filter.current()
+        narrowed_by = await self._claim_filter.current() if self._life.claims else None
         for start in range(0, len(places), _PLACES_AT_ONCE):
             await self._look_at(places[start : start + _PLACES_AT_ONCE], narrowed_by)
-        if narrowed_by is not None and self._others_of and time.monotonic() >= self._others_at:
+        if self._others_of and time.monotonic() >= self._others_at:
             self._others_at = time.monotonic() + _OTHERS_APART_S
-            queues, self._others_of = self._others_of, set()
-            await self._look_at_others(queues, narrowed_by)
+            if narrowed_by is not None:
+                queues, self._others_of = self._others_of, set()
+                await self._look_at_others(queues, narrowed_by)
 
     async def _look_at(self, places: Sequence[Place], narrowed_by: Mapping[str, Any] | None) -> None:
         """Look at waiting tasks. If nothing is claimed for now (no filter), there are none."""
