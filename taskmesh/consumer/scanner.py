@@ -161,7 +161,6 @@ class Scanner:
         """Scan for ever."""
         while True:
             self._candidates.scan_wanted.clear()
-            began = time.monotonic()
             try:
                 brought = await self.run_once()
                 self._pause_s = self._pause_after(brought)
@@ -172,8 +171,7 @@ class Scanner:
                     self._told_outage = True
                 self._candidates.unread = True
                 await asyncio.sleep(0.2)
-            soon = max(_PATIENCE_S, min(4 * (time.monotonic() - began), SCAN_EVERY_S))
-            await self._rest(soon if self._again_soon else varied(self._pause_s, 0.1))
+            await self._rest(_PATIENCE_S if self._again_soon else varied(self._pause_s, 0.1))
 
     async def _rest(self, pause_s: float) -> None:
         """Wait for the next pass.

@@ -55,6 +55,10 @@ class QueueLimits(ReadOnly):
         """Whether nothing of this group starts until somebody changes the limits of groups."""
         return group is not None and 0 in (self.of_group(group), self.group_rate)
 
+    def most_running(self, group: str | None) -> int | None:
+        """Return how many tasks of this group may run at a time, or of the queue (None)."""
+        return self.running if group is None else self.of_group(group)
+
     def of_group(self, group: str | None) -> int | None:
         """Return how many tasks of this group may run at a time."""
         return None if group is None else self.groups.get(group, self.group_running)

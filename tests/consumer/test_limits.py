@@ -130,6 +130,24 @@ async def test_scans_for_tasks_for_room_are_apart(mesh: TaskMesh, monkeypatch: p
         assert ordered[1] - ordered[0] > 0.2
 
 
+async def test_a_scan_that_brought_little_is_not_repeated_at_once_for_want_of_candidates(mesh: TaskMesh) -> None:
+    """Most of what it passed over has no room: the next would see the same."""
+    async with working(mesh, concurrency=10) as consumer:
+        candidates = parts_of(consumer).candidates
+        candidates.unread = True
+        wanted = []
+        for brought in (4, 5):
+            candidates.scan_wanted.clear()
+            candidates.scanned(brought, took_s=60.0)
+            candidates.want_more()
+            wanted.append(candidates.scan_wanted.is_set())
+        candidates.scanned(0, took_s=60.0)
+        candidates.scan_wanted.clear()
+        candidates.order_scan()
+        wanted.append(candidates.scan_wanted.is_set())
+    assert wanted == [False, True, True]
+
+
 async def test_a_rate_holds_in_every_window_and_is_used_up(mesh: TaskMesh) -> None:
     @mesh.task(queue="slow")
     async def work() -> None:

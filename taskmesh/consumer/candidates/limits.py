@@ -141,6 +141,8 @@ class Limits:
         self._slots = slots
         self.queues: Mapping[str, Document] = {}
         """The queues that have limits."""
+        self._read: dict[str, QueueLimits] = {}
+        """The same, of the queues that were asked about since one changed."""
         self.paused_groups: frozenset[Place] = frozenset()
         """Groups that are paused for everybody, while the rest of their queue is open."""
         self._unchecked: set[str] = set()
@@ -176,6 +178,7 @@ class Limits:
             return
         changed = {queue for queue in limited.keys() | self.queues if limited.get(queue) != self.queues.get(queue)}
         self.queues = limited
+        self._read.clear()
         self._unchecked |= changed & limited.keys()
         for queue in changed:
             self._slots.outdate(queue)
@@ -488,8 +491,8 @@ class Limits:
 
         If nothing may run there, there is none until somebody changes that, which is announced.
         """
-        limits = QueueLimits.from_document(self.queues.get(queue, {}))
-        most = limits.running if group is None else limits.of_group(group)
+        limits = self._limits_of(queue)
+        most = limits.most_running(group)
         if 0 in (most, limits.rate if group is None else limits.group_rate):
             return varied(_WHILE_SHUT_S, 0.3)
         if self._slots.any_idle(queue, group):  # it has become free since we asked
@@ -497,6 +500,11 @@ class Limits:
         all_ours = most is not None and self._slots.count(queue, group) >= most
         ask_again = self._partitions.in_turn(max(_ASK_AGAIN_S, len(self._shut) * self._asking_takes_s / _ASKING_SHARE))
         return varied(_WHILE_ALL_OURS_S if all_ours else min(ask_again, _WHILE_ALL_OURS_S), 0.3)
+
+    def _limits_of(self, queue: str) -> QueueLimits:
+        if (limits := self._read.get(queue)) is None:
+            limits = self._read[queue] = QueueLimits.from_document(self.queues.get(queue, {}))
+        return limits
 
     def _shut_for(self, place: Place, pause: float, *, rate_used_up: bool = False, unconfirmed: bool = False) -> None:
         if (earlier := self._shut.pop(place, None)) is not None:
@@ -573,8 +581,7 @@ class Limits:
 
     def _is_narrow(self, place: Place) -> bool:
         """Whether fewer tasks may run in a place than there are other workers, so that not even one each has room there."""
-        limits = self.queues.get(place[0], {})
-        most = limits.get("running") if place[1] is None else QueueLimits.from_document(limits).of_group(place[1])
+        most = self._limits_of(place[0]).most_running(place[1])
         return most is not None and most <= self._partitions.others_cnt
 
     def _promise(self, place: Place) -> bool:
