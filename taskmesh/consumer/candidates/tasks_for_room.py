@@ -1,8 +1,8 @@
 """Tasks for room: looks for tasks where there is room under a limit and no candidate waits at this worker.
 
-While a queue has no room, scans skip it, so there is nothing here to use the room for when there is some again. Whoever holds a
-slot of a queue takes tasks from the lanes of all workers: without a slot, those cannot start them. Otherwise the slot would be
-given back, and found by another worker only after a while. Many places are looked at in one command.
+While a queue has no room, scans skip it, so there is nothing here to use the room for when there is some again. Where few tasks
+may run at once, whoever holds a slot takes tasks from the lanes of all workers: without a slot, those cannot start them. Otherwise
+the slot would be given back, and found by another worker only after a while. Many places are looked at in one command.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from taskmesh.store.queues.first_of import Look, first_of
 logger = logging.getLogger("taskmesh.limits")
 
 _APART_S = 0.02
+"""The pause between two looks: what is wanted meanwhile goes together."""
 _OTHERS_APART_S = 0.3
 """How far apart looks at the rarer kinds of tasks are. Where many queues are limited, some queue has room all the time."""
 _OTHER_SORTS: tuple[Sort, ...] = ("named", "labelled", "shared")
