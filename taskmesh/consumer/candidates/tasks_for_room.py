@@ -1,8 +1,8 @@
 """Tasks for room: looks for tasks where there is room under a limit and no candidate waits at this worker.
 
 While a queue has no room, scans skip it, so there is nothing here to use the room for when there is some again. Where few tasks
-may run at once, whoever holds a slot takes tasks from the lanes of all workers: without a slot, those cannot start them. Otherwise
-the slot would be given back, and found by another worker only after a while. Many places are looked at in one command.
+may run at once, whoever holds a slot takes tasks from the lanes of all workers: without a slot, those cannot start them.
+Otherwise the slot would be given back, and found by another worker only after a while. Many places are looked at in one command.
 """
 
 from __future__ import annotations
