@@ -206,12 +206,12 @@ class Scanner:
                 found += page.rows
                 full |= page.full
         rows = await self._fitting(found)
-        brought = self._offer([row for row in rows if self._is_mine(row)])
+        brought = self._backup_claims.offer_found([row for row in rows if self._is_mine(row)])
         if not brought:
             now = time.monotonic()
             patience = {row.id: _URGENT_EVERY_S * min(self._place(row), LAST_PLACE_TO_WAIT) for row in rows}
             left = (row for row in rows if now - self._clock.monotonic(row.next_claim_time) >= patience[row.id])
-            brought = any(self._offer([row], place=0) for row in left)
+            brought = any(self._backup_claims.offer_found([row], place=0) for row in left)
         if brought:
             self._candidates.ready.set()
         return bool(brought) or not full
@@ -345,7 +345,7 @@ class Scanner:
             await self._groups.note(behind, full=True)
         # Nothing is awaited from here to the last offer, so that no hint comes in between.
         self._candidates.know_to(known_to)
-        brought = self._offer(found)
+        brought = self._backup_claims.offer_found(found)
         if brought:
             self._heads_refused.clear()
         if full:
@@ -358,27 +358,18 @@ class Scanner:
                     brought += await self._read_behind_refused(what, sort)
         return brought
 
-    def _offer(self, rows: Sequence[Claimable], *, place: int | None = None, overdue: bool = False) -> int:
-        """Offer what was found. Return how many new candidates there are.
-
-        Tasks that ran and came back since are left out: their events tell how they are now, and a row may be from before they
-        failed.
-        """
-        offer, came_back = self._backup_claims.offer, self._candidates.came_back_meanwhile
-        return sum(offer(row, place=place, overdue=overdue) for row in rows if not came_back(row.id))
-
     async def _fitting(self, rows: list[Claimable]) -> list[Claimable]:
         """Return the rows that the hook `on_claim` allows now."""
-        return await fitting(self._store, rows, self._narrowed_by) if self._narrowed_by else rows
+        return await fitting(self._store, rows, self._narrowed_by)
 
     async def _look_at_leases(self) -> int:
         """Find leases that run out, and running tasks that have room for more workers, in all lanes: no backlog hides them."""
         brought = 0
         for what in self._ranges(own=False, running=True):
             leases = await scan_leases(self._store, self._me, what, _PAGE_BESIDE)
-            brought += self._offer(await self._fitting(leases), overdue=True)
+            brought += self._backup_claims.offer_found(await self._fitting(leases), overdue=True)
             shared = await scan(self._store, self._me, what, _PAGE_BESIDE, "shared")
-            brought += self._offer(await self._fitting(shared.rows))
+            brought += self._backup_claims.offer_found(await self._fitting(shared.rows))
         return brought
 
     async def _help_others(self, now: float) -> int:
@@ -408,7 +399,9 @@ class Scanner:
         rows = [row for row in await self._fitting(found) if self._clock.monotonic(row.next_claim_time) <= now]
         # By lane alone these belong to workers that have done their part, or that lack the labels (of tasks of older releases,
         # which stand among those for anybody): the index of what waits tells neither needs nor how many workers a task is for.
-        brought = self._offer([row for row in rows if (row.needs or row.wanted > 1) and self._place(row) == 0])
+        brought = self._backup_claims.offer_found(
+            [row for row in rows if (row.needs or row.wanted > 1) and self._place(row) == 0]
+        )
         self._candidates.unread |= bool(full) and brought > 0
         heads = self._heads_of_lanes(rows, now)
         patience = _PATIENCE_S if free > 0 else _PATIENCE_OF_THE_BUSY_S
@@ -422,7 +415,7 @@ class Scanner:
         self._again_soon = free > 0 and len(neglected) < len(heads)
         for row in rows:
             lane = _lane(row)
-            if lane in neglected and brought < max(free, 1) and self._offer([row], place=0):
+            if lane in neglected and brought < max(free, 1) and self._backup_claims.offer_found([row], place=0):
                 brought += 1
                 if self._place(row):
                     self._left_to_me.add(lane)
@@ -473,7 +466,7 @@ class Scanner:
         brought, read_to = 0, self._read_to.get(place)
         if read_to is not None:
             due_since = await scan(self._store, self._me, replace(what, since=read_to - _OVERLAP), self._page, sort)
-            brought = self._offer(await self._fitting(due_since.rows), place=0 if at_once else None)
+            brought = self._backup_claims.offer_found(await self._fitting(due_since.rows), place=0 if at_once else None)
             if not due_since.full:
                 self._read_to[place] = now
             elif not brought:
@@ -486,7 +479,7 @@ class Scanner:
             opened, cursor = self._behind[place]
             found: list[Any] = await cursor.to_list(_PAGE_OF_REFUSED)
             rows = await judged(self._store, self._me, found)
-            brought = self._offer(await self._fitting(rows), place=0 if at_once else None)
+            brought = self._backup_claims.offer_found(await self._fitting(rows), place=0 if at_once else None)
             if len(found) < _PAGE_OF_REFUSED:
                 del self._behind[place]
                 await cursor.close()

@@ -274,7 +274,9 @@ def _claimant(worker: Claimant | str) -> Claimant:
 
 
 async def fitting(store: Store, found: Sequence[Claimable], narrowed_by: Mapping[str, Any]) -> list[Claimable]:
-    """Return those of the tasks found that match a filter."""
+    """Return those of the tasks found that match a filter; an empty one leaves all of them."""
+    if not narrowed_by:
+        return list(found)
     query = {"$and": [{"_id": {"$in": [row.id for row in found]}}, dict(narrowed_by)]}
     ids = {document["_id"] for document in await store.find(query, {"_id": 1})} if found else set()
     return [row for row in found if row.id in ids]

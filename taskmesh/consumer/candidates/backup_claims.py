@@ -11,6 +11,7 @@ import heapq
 import logging
 import time
 from collections import deque
+from collections.abc import Iterable
 
 from pymongo.errors import PyMongoError
 
@@ -63,6 +64,19 @@ class BackupClaims:
         self._for_room: deque[str] = deque()
         """Tasks that have been due for a while, to be looked at when this worker has room for them."""
         self._wake = asyncio.Event()
+
+    def offer_found(
+        self, rows: Iterable[Claimable], *, place: int | None = None, overdue: bool = False, has_room: bool = False
+    ) -> int:
+        """Take in what a scan has found, as `offer` does. Return how many new candidates there are.
+
+        Tasks that ran and came back since are left out: their events tell how they are now, and a row may be from before they
+        failed.
+        """
+        came_back = self._candidates.came_back_meanwhile
+        return sum(
+            self.offer(row, place=place, overdue=overdue, has_room=has_room) for row in rows if not came_back(row.id)
+        )
 
     def offer(self, row: Claimable, *, place: int | None = None, overdue: bool = False, has_room: bool = False) -> bool:
         """Take in a task that a scan has found. Return True if it is a new candidate.

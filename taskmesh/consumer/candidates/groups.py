@@ -145,7 +145,6 @@ class Groups:
                 found[group] = (others + page.rows, more_of_others or page.full)
         for group, (rows, more) in found.items():
             self._candidates.more_of(queue, [group], more=more)
-            fit = await fitting(self._store, rows, narrowed_by) if narrowed_by else rows
-            if not sum(map(self._backup_claims.offer, fit)):
+            if not self._backup_claims.offer_found(await fitting(self._store, rows, narrowed_by)):
                 self._left_alone[queue, group] = time.monotonic() + _NOTHING_FOUND_S
         self._candidates.ready.set()

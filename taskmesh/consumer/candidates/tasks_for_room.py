@@ -91,17 +91,22 @@ class TasksForRoom:
         """Look once in each place where tasks are wanted."""
         places = sorted(self._limits.take_wanted(), key=str)
         self._others_of.update(queue for queue, group in places if self._limits.was_skipped((queue, group)))
+        others_too = bool(self._others_of) and time.monotonic() >= self._others_at
+        if others_too:
+            self._others_at = time.monotonic() + _OTHERS_APART_S
         narrowed_by = await self._claim_filter.current() if self._life.claims else None
+        if narrowed_by is None:  # nothing is claimed for now
+            for place in places:
+                self._limits.looked_at(place, brought=False, more=False)
+            return
         for start in range(0, len(places), _PLACES_AT_ONCE):
             await self._look_at(places[start : start + _PLACES_AT_ONCE], narrowed_by)
-        if self._others_of and time.monotonic() >= self._others_at:
-            self._others_at = time.monotonic() + _OTHERS_APART_S
-            if narrowed_by is not None:
-                queues, self._others_of = self._others_of, set()
-                await self._look_at_others(queues, narrowed_by)
+        if others_too:
+            queues, self._others_of = self._others_of, set()
+            await self._look_at_others(queues, narrowed_by)
 
-    async def _look_at(self, places: Sequence[Place], narrowed_by: Mapping[str, Any] | None) -> None:
-        """Look at waiting tasks. If nothing is claimed for now (no filter), there are none."""
+    async def _look_at(self, places: Sequence[Place], narrowed_by: Mapping[str, Any]) -> None:
+        """Look at waiting tasks."""
         count = max(_LEAST, min(_MOST, _TASKS_AT_ONCE // len(places)))
         looks = [
             Look(*place, some, lanes, count)
@@ -110,20 +115,18 @@ class TasksForRoom:
             if place[0] in queues
             for some, lanes in self._shares(place, names)
         ]
-        if narrowed_by is None or not looks:
-            looks, pages = [], []
-        else:
-            pages = await first_of(self._store, self._me, looks, self._clock.now())
+        pages = await first_of(self._store, self._me, looks, self._clock.now()) if looks else []
         found: dict[Place, list[Claimable]] = {place: [] for place in places}
         more: set[Place] = set()
         for look, page in zip(looks, pages, strict=True):
-            found[look.queue, look.group] += await self._fitting(page.rows, narrowed_by)
+            found[look.queue, look.group] += await fitting(self._store, page.rows, narrowed_by)
             if page.full:
                 more.add((look.queue, look.group))
         # Nothing is awaited from here on, so that the best goes first.
         for place, rows in found.items():
-            brought = self._offer(rows, 0 if self._limits.takes_all(place) else None)
-            self._limits.looked_at(place, brought=brought, more=place in more)
+            lane = 0 if self._limits.takes_all(place) else None
+            brought = self._backup_claims.offer_found(rows, place=lane, has_room=True)
+            self._limits.looked_at(place, brought=brought > 0, more=place in more)
         self._candidates.ready.set()
 
     async def _look_at_others(self, queues: Collection[str], narrowed_by: Mapping[str, Any]) -> None:
@@ -132,7 +135,8 @@ class TasksForRoom:
             what = ScanRange(names, some, None, self._clock.now())
             for sort in _OTHER_SORTS:
                 page = await scan(self._store, self._me, what, _PAGE_OF_OTHERS, sort)
-                if self._offer(await self._fitting(page.rows, narrowed_by), None):
+                rows = await fitting(self._store, page.rows, narrowed_by)
+                if self._backup_claims.offer_found(rows, has_room=True):
                     self._candidates.ready.set()
 
     def _where(self, queues: Collection[str]) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
@@ -141,11 +145,6 @@ class TasksForRoom:
             if some := [queue for queue in known if queue in queues and queue not in self._queues.paused]:
                 yield names, some
 
-    def _offer(self, rows: Sequence[Claimable], place: int | None) -> bool:
-        """Offer what was found. Return whether anything of it is new."""
-        came_back, offer = self._candidates.came_back_meanwhile, self._backup_claims.offer
-        return sum(offer(row, place=place, has_room=True) for row in rows if not came_back(row.id)) > 0
-
     def _shares(self, place: Place, names: Sequence[str]) -> Iterator[tuple[Sequence[str], Sequence[int] | None]]:
         """Yield names, and the lanes to look at: all if this worker holds a slot there, otherwise its own."""
         if self._limits.takes_all(place):
@@ -153,6 +152,3 @@ class TasksForRoom:
         else:
             for some, _, lanes in self._partitions.shares(names, [place[0]]):
                 yield some, lanes
-
-    async def _fitting(self, rows: list[Claimable], narrowed_by: Mapping[str, Any] | None) -> list[Claimable]:
-        return await fitting(self._store, rows, narrowed_by) if narrowed_by else rows
