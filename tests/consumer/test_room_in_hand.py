@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from taskmesh import TaskMesh, current_task
+from taskmesh import Consumer, TaskMesh, current_task
 from taskmesh.consumer.candidates import slots
 from taskmesh.consumer.candidates.backup_claims import BackupClaims
 from taskmesh.consumer.candidates.limits import Limits
 from taskmesh.consumer.scanner import Scanner
-from taskmesh.consumer.worker import Worker
 from taskmesh.store.queues import limits as store_limits
 from tests.waiting import eventually
 from tests.working import all_working, parts_of, working
@@ -40,7 +39,7 @@ class Work:
 
 
 @asynccontextmanager
-async def held_by_one(mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Work, Any, Worker]]:
+async def held_by_one(mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Work, Any, Consumer]]:
     """Two workers, of which one holds the room. The other never asks for it again."""
     work = Work()
     task = mesh.task(name="work", queue=QUEUE)(work)
@@ -59,7 +58,7 @@ async def held_by_one(mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch) -> AsyncI
 
         monkeypatch.setattr(store_limits, "book", asked)
         try:
-            yield work, task, parts_of(holder)
+            yield work, task, holder
         finally:
             work.may_end.set()
             over.set()
@@ -74,7 +73,7 @@ async def test_who_holds_the_room_takes_the_tasks_in_the_lanes_of_those_who_do_n
     monkeypatch.setattr(Scanner, "_help_others", helps_nobody)
     monkeypatch.setattr(BackupClaims, "add", lambda *_, **__: None)
     async with held_by_one(mesh, monkeypatch) as (work, task, holder):
-        lane = holder.partitions.place
+        lane = parts_of(holder).partitions.place
         keys = [key for key in (f"k{n}" for n in range(60)) if lane(f"work:{key}", QUEUE) == 1]
         await task.publish_many({key: {} for key in keys})
         work.may_end.set()
@@ -83,9 +82,15 @@ async def test_who_holds_the_room_takes_the_tasks_in_the_lanes_of_those_who_do_n
     assert len(keys) > 10
 
 
-async def test_room_for_which_nothing_waits_is_given_back(mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("waits", ["nothing", "what it may not claim"])
+async def test_room_that_is_of_no_use_here_is_given_back(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, waits: str
+) -> None:
     monkeypatch.setattr(slots, "_PROMISED_S", 3_600.0)
-    async with held_by_one(mesh, monkeypatch) as (work, _, _holder):
+    async with held_by_one(mesh, monkeypatch) as (work, task, holder):
+        if waits != "nothing":
+            holder.pause()
+            await task.publish_many({f"k{n}": {} for n in range(40)})
         work.may_end.set()
 
         async def has_room() -> bool:
@@ -101,7 +106,7 @@ async def test_what_others_have_taken_is_not_tried_one_after_the_other(
     """Candidates wait here for room, and meanwhile somebody else runs them."""
     async with held_by_one(mesh, monkeypatch) as (work, task, holder):
         await task.publish_many({f"k{n}": {} for n in range(40)})
-        await eventually(lambda: len(holder.limits._parked.get(PLACE, ())) > 10)
+        await eventually(lambda: len(parts_of(holder).limits._parked.get(PLACE, ())) > 10)
         tasks = mesh.store.driver.collection(mesh.store.tasks)
         async for one in mesh.find("work", status="INIT", limit=0):
             # Behind the back of the stream's readers: nobody is told.
@@ -109,10 +114,10 @@ async def test_what_others_have_taken_is_not_tried_one_after_the_other(
                 {"_id": f"work:{one.key}"}, {"$set": {"status": "SUCCESS"}, "$unset": {"next_claim_time": ""}}
             )
         await task.publish("last")
-        tried = holder.claimer.tried
+        tried = parts_of(holder).claimer.tried
         work.may_end.set()
         await eventually(lambda: work.ran and work.ran[-1][0] == "last")
-        assert holder.claimer.tried - tried < 10
+        assert parts_of(holder).claimer.tried - tried < 10
 
 
 async def test_tasks_of_all_kinds_are_found_though_each_scan_sees_the_queue_full(
