@@ -72,8 +72,8 @@ class _Marked:
     ask_time: datetime
     has_children: bool
     parent: str | None
-    line: str | None
-    """The line that it stands in, or stood in."""
+    in_line: Document | None
+    """The task as `sequences` reads it, if it stands in a line, or stood there."""
     held: bool
     """Whether it is kept for its dependents, and was before this mark."""
 
@@ -192,8 +192,9 @@ async def _marked(store: Store, ids: Sequence[str]) -> list[_Marked]:
         "finish_time": 1,
         **{
             f"task_state.{name}": 1
-            for name in ("dependents", "waits_for", "unlinked", "ask_time", "has_children", "parent", "line")
+            for name in ("dependents", "waits_for", "unlinked", "ask_time", "has_children", "parent")
         },
+        **sequences.FIELDS,
         "task_state.after": {"$cond": [{"$gt": ["$task_state.waits_for", None]}, "$task_state.after", "$$REMOVE"]},
     }
     # By `_id`: the server might prefer the index of marks, and look at all of them.
@@ -210,7 +211,7 @@ async def _marked(store: Store, ids: Sequence[str]) -> list[_Marked]:
             ask_time=state["ask_time"],
             has_children="has_children" in state,
             parent=state.get("parent"),
-            line=state.get("line"),
+            in_line=document if "line" in state else None,
             held="finish_time" in document and state["ask_time"] > document["finish_time"],
         )
         for document in found
@@ -236,7 +237,7 @@ async def _answer(store: Store, marked: Sequence[_Marked]) -> set[str]:
         for start in range(0, len(parts), _ASKED_AT_ONCE):
             asking = (_ask(store, part, concerned) for part in parts[start : start + _ASKED_AT_ONCE])
             done += await asyncio.gather(*asking)
-        done.append(await sequences.advance(store, {task.line for task in some if task.line is not None}))
+        done.append(await sequences.advance_those_of(store, [task.in_line for task in some if task.in_line is not None]))
         await _release(store, [task.id for task in some if task.held])
         if all(done):
             await _unmark(store, some)
@@ -534,7 +535,7 @@ async def _unmark(store: Store, marked: Sequence[_Marked]) -> None:
     pause_ms = {"$min": [{"$max": [_FIRST_HOLD_MS, retained_ms, waited_ms]}, _LONGEST_HOLD_MS]}
     ask_again = {"$add": [now, {"$toLong": pause_ms}]}
     mark = {"$cond": [kept, ask_again, "$$REMOVE"]}
-    released = [task for task in marked if task.status == "DELETED" or (task.line is not None and task.finished)]
+    released = [task for task in marked if task.status == "DELETED" or (task.in_line is not None and task.finished)]
     # It may go now: that is derived.
     await _unmark_all(store, released, mark, prepared(rules.derivation, now))
     await _unmark_all(store, [task for task in marked if task not in released], mark, [])

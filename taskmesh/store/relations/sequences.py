@@ -15,7 +15,8 @@ a head that is not opened yet, which is noticed when the line is next checked.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from pymongo.errors import OperationFailure
@@ -34,9 +35,11 @@ _LINES_AT_ONCE = 250
 _LOOK_AFTER_MS = 10_000
 _LOOKED_AT_ONCE = 250
 _UNFINISHED = ("INIT", "RUNNING")
-_FIELDS = dict.fromkeys(
+FIELDS = dict.fromkeys(
     ("status", *(f"task_state.{n}" for n in ("place", "in_line", "line", "on_sequence_failure"))), 1
 )
+"""What is read of a task."""
+_NOTHING: Mapping[str, Document] = MappingProxyType({})
 
 
 def line_of(queue: str, key: str) -> str:
@@ -44,23 +47,41 @@ def line_of(queue: str, key: str) -> str:
     return f"{queue}:{key}"  # no queue has a colon in its name
 
 
-async def advance(store: Store, lines: Collection[str]) -> bool:
-    """Make sure that the head of each of these lines is open. False if it has to be done again, since others held something."""
+async def advance_those_of(store: Store, tasks: Iterable[Document]) -> bool:
+    """Make sure that the heads of the lines are open in which these tasks stand, or stood. Returns as `advance` does.
+
+    `tasks`: with `FIELDS`, as a majority has them.
+    """
+    left: dict[str, list[Document]] = {}
+    for task in tasks:
+        state = task["task_state"]
+        head = {"head": task["_id"], "place": state.get("place"), "task": task}
+        left.setdefault(state["line"], []).extend([head] if _has_left(head, task) else [])
+    # Of several that have left a line, each may have been its head.
+    return await advance(store, left, {line: heads[0] for line, heads in left.items() if len(heads) == 1})
+
+
+async def advance(store: Store, lines: Collection[str], presumed: Mapping[str, Document] = _NOTHING) -> bool:
+    """Make sure that the head of each of these lines is open. False if it has to be done again, since others held something.
+
+    `presumed`: heads, as `_heads` would return them, that have most likely not been replaced yet. They are not read.
+    """
     todo = sorted(lines)
     done = True
     for start in range(0, len(todo), _LINES_AT_ONCE):
-        done &= await _advance(store, todo[start : start + _LINES_AT_ONCE])
+        done &= await _advance(store, todo[start : start + _LINES_AT_ONCE], presumed)
     return done
 
 
-async def _advance(store: Store, lines: Sequence[str]) -> bool:
+async def _advance(store: Store, lines: Sequence[str], presumed: Mapping[str, Document]) -> bool:
     left = set(lines)
+    heads = {line: presumed[line] for line in left & presumed.keys()}
     for _ in range(_ROUNDS):
-        heads = {each["_id"]: each for each in await _heads(store, {"_id": {"$in": sorted(left)}})}
-        tasks = await _tasks_of(store, heads.values())
-        gone = [line for line in left if line not in heads or _has_left(heads[line], tasks.get(heads[line]["head"]))]
+        if unread := left - heads.keys():
+            heads |= await _heads(store, {"_id": {"$in": sorted(unread)}})
+        gone = [line for line in left if line not in heads or _has_left(heads[line], heads[line]["task"])]
         waiting = [heads[line] for line in left.intersection(heads).difference(gone)]
-        if not await _open(store, [each for each in waiting if _is_shut(tasks.get(each["head"]))]):
+        if not await _open(store, [each for each in waiting if _is_shut(each["task"])]):
             return False
         left = set(gone)
         if not left:
@@ -72,19 +93,32 @@ async def _advance(store: Store, lines: Sequence[str]) -> bool:
         left -= empty | {head["_id"] for head in won}
         if not left:
             return True
+        heads = {}
     return False
 
 
-async def _heads(store: Store, query: Document) -> list[Document]:
-    cursor = store.driver.collection(store.sequences).find(query, limit=_LINES_AT_ONCE)
-    return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
+async def _heads(store: Store, query: Document) -> dict[str, Document]:
+    """Return the heads of lines, each with its `task`, or None.
 
-
-async def _tasks_of(store: Store, heads: Iterable[Document]) -> dict[str, Document]:
-    """Return the tasks that are heads, as a majority has them: no failover can bring one back that has left, beside the next."""
-    ids = [head["head"] for head in heads]
-    found = await store.find({"_id": {"$in": ids}}, _FIELDS, majority=True) if ids else []
-    return {task["_id"]: task for task in found}
+    As a majority has them: no failover can bring a task back that has left, beside the next.
+    """
+    stages: list[Document] = [
+        # The lines,
+        {"$match": query},
+        {"$limit": _LINES_AT_ONCE},
+        # each with the task at its head, unless somebody has removed that.
+        {
+            "$lookup": {
+                "from": store.tasks,
+                "localField": "head",
+                "foreignField": "_id",
+                "pipeline": [{"$project": FIELDS}],
+                "as": "task",
+            }
+        },
+    ]
+    found = await store.driver.rows(store.sequences, stages, majority=True)
+    return {head["_id"]: {**head, "task": next(iter(head["task"]), None)} for head in found}
 
 
 def _has_left(head: Document, task: Document | None) -> bool:
@@ -182,7 +216,7 @@ async def _open(store: Store, heads: Sequence[Document]) -> bool:
 async def head_of(store: Store, line: str) -> str | None:
     """Return the `_id` of the head of a line. None: it has none at the moment."""
     heads = await _heads(store, {"_id": line})
-    return heads[0]["head"] if heads else None
+    return heads[line]["head"] if heads else None
 
 
 async def sweep(store: Store) -> None:
