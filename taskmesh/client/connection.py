@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+import anyio
 from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.client.acceptance import Acceptance
@@ -26,9 +27,11 @@ from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.mongodb.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.numbers import Numbers
 from taskmesh.store.payloads import Payloads
+from taskmesh.store.relations.dependencies import Leftovers
 
 logger = logging.getLogger("taskmesh.connection")
 
+_LEFTOVERS_WITHIN_S = 2.0
 _NOT_CONNECTED = "this mesh is not connected: use it inside `async with mesh:` (or `publish_sync`)"
 
 
@@ -56,6 +59,7 @@ class Connection:
     _results: Results
     _registry: Registry
     _acceptance: Acceptance
+    _leftovers: Leftovers
 
     def __init__(self, client: Any, database: str, collection: str, payloads: Payloads | None = None) -> None:
         self.client = client
@@ -129,6 +133,7 @@ class Connection:
         self._results = Results(store, self._feed)
         self._registry = Registry(store)
         self._acceptance = Acceptance(store, clock, self._registry)
+        self._leftovers = Leftovers(store)
 
     async def create_what_is_missing(self) -> None:
         """Do what `open(create=False)` has left out."""
@@ -158,6 +163,8 @@ class Connection:
         if self._store is None:  # somebody else has closed it meanwhile
             return
         store, self._store = self._store, None
+        with anyio.move_on_after(_LEFTOVERS_WITHIN_S):
+            await self._leftovers.removed()
         for reader in tuple(self._event_readers):
             reader.close()
         await self._results.close()
@@ -245,6 +252,12 @@ class Connection:
         """Accepts what other languages insert. Raises as `store` does."""
         _ = self.store
         return self._acceptance
+
+    @property
+    def leftovers(self) -> Leftovers:
+        """Takes what publications in lines, and with dependencies, leave for later. Raises as `store` does."""
+        _ = self.store
+        return self._leftovers
 
     def events(
         self, name: str | None, key: str | None, *, after: str | None, buffer: int = DEFAULT_BUFFER

@@ -320,7 +320,7 @@ class Publisher:
         if waited_for:
             await patiently(lambda: dependencies.check(store, waited_for))
         published = await self._insert_patiently(store, publications)
-        await dependencies.tell(store, [each.id for each in publications])
+        await dependencies.tell(store, [each.id for each in publications], self._connection.leftovers)
         return published
 
     async def _insert_patiently(self, store: Store, publications: list[Publication]) -> list[Published]:

@@ -87,6 +87,7 @@ class Idleness:
             return self._is_quiet()
         if self._candidates.ready_count(time.monotonic()):
             return False
+        await self._dependents.drain()
         claimed_before = self._claimer.won
         try:
             # What finishes in between opens its dependents: that leaves a mark or, again, something claimable.

@@ -107,6 +107,7 @@ _HANDLED_BY_SHORT_CLAIM = {
     "task_state.dependents",
     *(f"task_state.{name}" for name in ("line", "place", "on_sequence_failure")),
     "task_state.steps_bytes",
+    "task_state.ask_time",
     "event",
     "queue",
     "group",

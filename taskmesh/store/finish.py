@@ -52,6 +52,7 @@ HANDLED_BY_SHORT_SUCCESS = _WAITED_FOR | {
     "task_state.timeout_cnt",
     "task_state.conflict_cnt",
     "task_state.progress",
+    "task_state.ask_time",
     "task_option.retain_success_ms",
     "task_option.on_fail",
     "task_state.home",
@@ -200,7 +201,9 @@ async def _finish_plain(
                     "conflict_cnt": "$$REMOVE",
                     # Its dependents and its line have to be told, and it is kept for them.
                     "pending": "$$REMOVE",
-                    "ask_time": {"$cond": [is_waited_for, now, "$$REMOVE"]},
+                    "ask_time": {
+                        "$cond": [is_waited_for, rules.next_mark(now), {"$ifNull": [rules.ASK_TIME, "$$REMOVE"]}]
+                    },
                     **_progress(outcomes),
                 },
                 "event": _announcement("succeeded", worker_id, outcomes, now),

@@ -14,7 +14,7 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.store import Store, flows
 from taskmesh.store.relations import sequences
-from taskmesh.store.relations.dependencies import MARKS_FOUND_AFTER_MS, sweep, tell
+from taskmesh.store.relations.dependencies import MARKS_FOUND_AFTER_MS, Leftovers, sweep, tell
 
 logger = logging.getLogger("taskmesh.dependents")
 
@@ -27,6 +27,7 @@ class Dependents:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._leftovers = Leftovers(store)
         self._finished: set[str] = set()
         self._asking: set[str] = set()
         """The tasks whose dependents are being told at the moment."""
@@ -45,9 +46,10 @@ class Dependents:
         return self._telling is None and not self._sweeping
 
     async def drain(self) -> None:
-        """Wait until the dependents of everything that has finished so far are told."""
+        """Wait until the dependents of everything that has finished so far are told, and nothing of that is left."""
         while self._telling is not None:
             await asyncio.wait([self._telling])
+        await self._leftovers.removed()
 
     async def sweep(self, *, at_once: bool = False) -> None:
         """Look for marks that are at least a second old. `at_once`: for all marks."""
@@ -67,7 +69,7 @@ class Dependents:
             while self._finished:
                 ids, self._finished = self._finished, set()
                 self._asking = ids
-                await tell(self._store, ids)
+                await tell(self._store, ids, self._leftovers)
                 if len(ids) > _MANY:
                     await asyncio.sleep(_COLLECT_S)  # a question costs the same for few and for many
         except Exception:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+import anyio
 from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.model.dependency import After, label
@@ -44,13 +45,14 @@ _ASKED_BY_ANOTHER_MS = 2_000
 _ASKED_AT_ONCE = 3
 """So many sets at once: while the server works on one, others wait for their majority."""
 _MOST_NAMED = 10_000
+_LEFT_FOR_S = 0.3
+"""How long marks that were acted on are left: well before others would find them."""
 _DEADLINE_MS = 2_000
 _PART_DEADLINE_MS = 300
 _PARTS = 8
 _NAMED = 3
 _FEW = 20
 """Up to so many are checked one by one; more of them, by what is unfinished."""
-_FEW_TIMES = 8
 _FIRST_HOLD_MS, _LONGEST_HOLD_MS = 1_000, 86_400_000
 _UNFINISHED = ["INIT", "RUNNING"]
 _ID_ALONE = {"$project": {"_id": 1}}
@@ -119,17 +121,64 @@ async def afters(store: Store, ids: Collection[str]) -> dict[str, After]:
     return found
 
 
-async def tell(store: Store, ids: Collection[str]) -> None:
+class Leftovers:
+    """What can wait once marks have been acted on: to remove these, and lines that are empty. Together, a moment later.
+
+    If the process dies before, a sweep finds the marks, and acts on them again.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._marked: list[_Marked] = []
+        self._empty: set[str] = set()
+        self._at_once = asyncio.Event()
+        self._removing: asyncio.Task[None] | None = None
+
+    def add(self, marked: Sequence[_Marked], empty: Collection[str]) -> None:
+        """Leave these for a moment. `empty`: lines whose head has left, and in which nobody waited."""
+        self._marked += marked
+        self._empty.update(empty)
+        if self._removing is None and self._marked:
+            self._removing = asyncio.get_running_loop().create_task(self._remove(), name="taskmesh leftovers")
+
+    async def removed(self) -> None:
+        """Remove all of it now."""
+        while self._removing is not None:
+            self._at_once.set()
+            await asyncio.wait([self._removing])
+
+    async def _remove(self) -> None:
+        try:
+            while self._marked:
+                with anyio.move_on_after(_LEFT_FOR_S):
+                    await self._at_once.wait()
+                self._at_once.clear()
+                marked, self._marked = self._marked, []
+                empty, self._empty = self._empty, set()
+                if await sequences.advance(self._store, empty):
+                    for some in _sets(marked):
+                        await _unmark(self._store, some)
+        except PyMongoError as error:
+            logger.info("marks could not be removed now (%s: %.200s): a sweep does it", type(error).__name__, error)
+        except Exception:
+            logger.exception("unexpected error while removing marks: a sweep does it")
+        finally:
+            self._removing = None
+
+
+async def tell(store: Store, ids: Collection[str], leftovers: Leftovers | None = None) -> None:
     """Act on the marks of these tasks, and of the tasks that this concerns in turn.
 
     Call it when a majority has what set the marks. What cannot be done now is left to a sweep.
+
+    `leftovers`: takes what can wait. None: nothing waits.
     """
     try:
         todo = list(ids)
         while todo:
             concerned: set[str] = set()
             for part in in_parts(todo):
-                concerned |= await _answer(store, await _marked(store, part))
+                concerned |= await _answer(store, await _marked(store, part), leftovers)
             todo = sorted(concerned)
     except PyMongoError as error:
         logger.info(
@@ -219,7 +268,7 @@ async def _marked(store: Store, ids: Sequence[str]) -> list[_Marked]:
     ]
 
 
-async def _answer(store: Store, marked: Sequence[_Marked]) -> set[str]:
+async def _answer(store: Store, marked: Sequence[_Marked], leftovers: Leftovers | None) -> set[str]:
     """Act on these marks, and remove them. Return which tasks have changed by that."""
     concerned: set[str] = set()
     for some in _sets(marked):
@@ -237,9 +286,13 @@ async def _answer(store: Store, marked: Sequence[_Marked]) -> set[str]:
         for start in range(0, len(parts), _ASKED_AT_ONCE):
             asking = (_ask(store, part, concerned) for part in parts[start : start + _ASKED_AT_ONCE])
             done += await asyncio.gather(*asking)
-        done.append(await sequences.advance_those_of(store, [task.in_line for task in some if task.in_line is not None]))
+        in_line = [task.in_line for task in some if task.in_line is not None]
+        empty = None if leftovers is None else set[str]()
+        done.append(await sequences.advance_those_of(store, in_line, empty))
         await _release(store, [task.id for task in some if task.held])
-        if all(done):
+        if all(done) and leftovers is not None:
+            leftovers.add(some, empty or ())
+        elif all(done):
             await _unmark(store, some)
     return concerned
 
@@ -547,20 +600,15 @@ async def _unmark_all(
     """Replace the marks that were acted on by `mark`."""
     if not marked:
         return
-    by_time: dict[datetime, list[str]] = {}
-    for task in marked:
-        by_time.setdefault(task.ask_time, []).append(task.id)
-    if len(by_time) <= _FEW_TIMES:  # what finished together has one mark
-        for time, ids in by_time.items():
-            # The mark that was acted on is removed, or postponed.
-            stages: list[Document] = [{"$set": {"task_state.ask_time": mark}}, *derived]
-            await _update(store, ids, {"task_state.ask_time": time}, stages)
-        return
-    its_own = own_value([task.id for task in marked], [task.ask_time for task in marked])
+    ids, times = [task.id for task in marked], [task.ask_time for task in marked]
+    its_own = times[0] if len(set(times)) == 1 else own_value(ids, times)
     answered = {"$eq": [rules.ASK_TIME, its_own]}
-    # Where the mark is the one that was acted on: it is removed, or postponed.
-    stages = [{"$set": {"task_state.ask_time": {"$cond": [answered, mark, rules.ASK_TIME]}}}, *derived]
-    await _update(store, [task.id for task in marked], {"task_state.ask_time": {"$exists": True}}, stages)
+    stages: list[Document] = [
+        # Where the mark is the one that was acted on: it is removed, or postponed.
+        {"$set": {"task_state.ask_time": {"$cond": [answered, mark, rules.ASK_TIME]}}},
+        *derived,
+    ]
+    await _update(store, ids, {"task_state.ask_time": {"$exists": True}}, stages)
 
 
 async def _update(store: Store, ids: Sequence[str], query: Document, pipeline: Sequence[Document]) -> bool:

@@ -35,9 +35,7 @@ _LINES_AT_ONCE = 250
 _LOOK_AFTER_MS = 10_000
 _LOOKED_AT_ONCE = 250
 _UNFINISHED = ("INIT", "RUNNING")
-FIELDS = dict.fromkeys(
-    ("status", *(f"task_state.{n}" for n in ("place", "in_line", "line", "on_sequence_failure"))), 1
-)
+FIELDS = dict.fromkeys(("status", *(f"task_state.{n}" for n in ("place", "in_line", "line", "on_sequence_failure"))), 1)
 """What is read of a task."""
 _NOTHING: Mapping[str, Document] = MappingProxyType({})
 
@@ -47,10 +45,10 @@ def line_of(queue: str, key: str) -> str:
     return f"{queue}:{key}"  # no queue has a colon in its name
 
 
-async def advance_those_of(store: Store, tasks: Iterable[Document]) -> bool:
+async def advance_those_of(store: Store, tasks: Iterable[Document], empty: set[str] | None = None) -> bool:
     """Make sure that the heads of the lines are open in which these tasks stand, or stood. Returns as `advance` does.
 
-    `tasks`: with `FIELDS`, as a majority has them.
+    `tasks`: with `FIELDS`, as a majority has them. `empty`: as for `advance`.
     """
     left: dict[str, list[Document]] = {}
     for task in tasks:
@@ -58,22 +56,33 @@ async def advance_those_of(store: Store, tasks: Iterable[Document]) -> bool:
         head = {"head": task["_id"], "place": state.get("place"), "task": task}
         left.setdefault(state["line"], []).extend([head] if _has_left(head, task) else [])
     # Of several that have left a line, each may have been its head.
-    return await advance(store, left, {line: heads[0] for line, heads in left.items() if len(heads) == 1})
+    presumed = {line: heads[0] for line, heads in left.items() if len(heads) == 1}
+    return await advance(store, left, presumed, empty)
 
 
-async def advance(store: Store, lines: Collection[str], presumed: Mapping[str, Document] = _NOTHING) -> bool:
+async def advance(
+    store: Store,
+    lines: Collection[str],
+    presumed: Mapping[str, Document] = _NOTHING,
+    empty: set[str] | None = None,
+) -> bool:
     """Make sure that the head of each of these lines is open. False if it has to be done again, since others held something.
 
     `presumed`: heads, as `_heads` would return them, that have most likely not been replaced yet. They are not read.
+
+    `empty`: takes the lines whose head has left, and in which nobody waits: the caller calls again for these, without it, and
+    then they are removed. (Whoever is published meanwhile finds the head that has left.)
     """
     todo = sorted(lines)
     done = True
     for start in range(0, len(todo), _LINES_AT_ONCE):
-        done &= await _advance(store, todo[start : start + _LINES_AT_ONCE], presumed)
+        done &= await _advance(store, todo[start : start + _LINES_AT_ONCE], presumed, empty)
     return done
 
 
-async def _advance(store: Store, lines: Sequence[str], presumed: Mapping[str, Document]) -> bool:
+async def _advance(
+    store: Store, lines: Sequence[str], presumed: Mapping[str, Document], empty: set[str] | None
+) -> bool:
     left = set(lines)
     heads = {line: presumed[line] for line in left & presumed.keys()}
     for _ in range(_ROUNDS):
@@ -87,10 +96,13 @@ async def _advance(store: Store, lines: Sequence[str], presumed: Mapping[str, Do
         if not left:
             return True
         following = await _first_in_line(store, sorted(left))
-        won, empty = await _move_on(store, sorted(left), heads, following)
+        if empty is not None:
+            empty |= left & heads.keys() - following.keys()
+            left -= empty
+        won, gone_for_good = await _move_on(store, sorted(left), heads, following)
         if not await _open(store, won):
             return False
-        left -= empty | {head["_id"] for head in won}
+        left -= gone_for_good | {head["_id"] for head in won}
         if not left:
             return True
         heads = {}
