@@ -294,13 +294,15 @@ class Listener:
 
     def _heard_of_update(self, change: Change) -> None:
         assert change.stamp is not None
-        kind = read_stamp(change.stamp).kind
-        if kind in STOPPING:
+        stamp = read_stamp(change.stamp)
+        if stamp.kind in STOPPING:
             self._heard_of_end(change)
         # A changed option may open a gate that depends on no time: which workers the task names.
-        opened = change.next_claim_time is not None or kind == "option_changed"
+        opened = change.next_claim_time is not None or stamp.kind == "option_changed"
         if opened and isinstance(change.id, str) and change.id.partition(":")[0] in self._names:
             self._candidates.came_back(change.id)
+            if stamp.for_any_worker and self._partitions.place_of_any(change.id) > _LAST_PLACE_TO_TRY:
+                return
             self._woken.add(change.id)
             self._something.set()
 

@@ -115,6 +115,10 @@ class Partitions:
             places = self._hearing[able] = self._places(able & self._listeners)
         return max(0, places[lane_of(id_)] - (wanted - 1))
 
+    def place_of_any(self, id_: str) -> int:
+        """Return how many listening workers come before this one for a task that any of them may run: 0 if they differ."""
+        return self.place_to_hear(id_, "") if self._alike else 0
+
     def place_to_accept(self, id_: str, *, heard: bool) -> int:
         """Return how many workers come before this one in the lane of an inserted task. Every worker can accept it.
 

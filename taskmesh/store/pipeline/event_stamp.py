@@ -2,9 +2,9 @@
 
 It is a text, because a change stream shows changed parts of subdocuments under dotted names, but a text as a whole. It holds
 the kind, the time (the server's, or a worker's idea of it; two stamps are never equal, so each shows as a change), the worker,
-and the workers whose leases were found to have run out. Pings leave no stamp, so nobody is told of them. Progress that is
-written with the outcome of its execution, and a record that a signal completes, are marks behind the time, which older releases
-do not read.
+and the workers whose leases were found to have run out. Pings leave no stamp, so nobody is told of them. Marks behind the time,
+which older releases do not read, tell of progress that is written with the outcome of its execution, of a record that a signal
+completes, and whether the task is for any one worker: then those that would come third need not look at it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
+from string import digits
 
 from taskmesh.store import rules
 
 _SEPARATOR = "\x1f"
-_PROGRESS, _RECORD = "p", "r"
+_ANY_WORKER, _PROGRESS, _RECORD = "a", "p", "r"
 _NOT_THE_SERVERS = "w"
 """Marks a time that is a worker's idea of the server's: no stamp with the server's own time equals it."""
+_OPENING = frozenset({"opened", "retried", "failed", "released", "snoozed", "signalled", "stopped"})
+"""What may make a task claimable, and changes neither for which workers it is nor for how many."""
+_IS_FOR_ANY: rules.Expression = {
+    "$and": [{"$eq": ["$task_option.concurrent_worker_cnt", 1]}, {"$not": [rules.PINNED]}],
+}
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,6 +38,8 @@ class Stamp:
     """Whether it comes with progress that was not announced before."""
     recorded: bool = False
     """Whether it comes with the completion of a record."""
+    for_any_worker: bool = False
+    """Whether the task is known to be for one worker at a time, and for whichever."""
 
 
 def stamp(
@@ -48,10 +56,13 @@ def stamp(
 
     `progressed`: whether it comes with progress that was not announced yet. `recorded`: whether it completes a record.
     """
+    for_any = _IS_FOR_ANY if kind in _OPENING else False
+    marks = ((for_any, _ANY_WORKER), (progressed, _PROGRESS), (recorded, _RECORD))
     parts: list[rules.Expression] = [
         kind + _SEPARATOR,
         {"$toString": {"$toLong": now}},
-        *({"$cond": [is_so, mark, ""]} for is_so, mark in ((progressed, _PROGRESS), (recorded, _RECORD)) if is_so),
+        # That mark first: older releases look whether the others are the last character.
+        *({"$cond": [is_so, mark, ""]} for is_so, mark in marks if is_so),
         _SEPARATOR,
         worker_id,
     ]
@@ -74,7 +85,8 @@ def stamped(kind: str, now: datetime, worker_id: str = "") -> str:
 def read_stamp(text: str) -> Stamp:
     """Read a stamp back."""
     kind, time, worker_id, *lost = text.split(_SEPARATOR)
-    return Stamp(kind, worker_id or None, tuple(lost), time.endswith(_PROGRESS), time.endswith(_RECORD))
+    marks = time.lstrip(digits)
+    return Stamp(kind, worker_id or None, tuple(lost), _PROGRESS in marks, _RECORD in marks, _ANY_WORKER in marks)
 
 
 def starting_with(kinds: Collection[str]) -> dict[str, str]:
