@@ -301,7 +301,12 @@ class Listener:
         opened = change.next_claim_time is not None or stamp.kind == "option_changed"
         if opened and isinstance(change.id, str) and change.id.partition(":")[0] in self._names:
             self._candidates.came_back(change.id)
-            if stamp.for_any_worker and self._partitions.place_of_any(change.id) > _LAST_PLACE_TO_TRY:
+            place = self._partitions.place_of_any(change.id) if stamp.for_any_worker else 0
+            if place > _LAST_PLACE_TO_TRY:
+                return
+            if place and self._from is None and change.next_claim_time is not None:
+                due = max(time.monotonic(), self._clock.monotonic(change.next_claim_time))
+                self._backup_claims.add(change.id, due + 4 * self._lag_s, place)
                 return
             self._woken.add(change.id)
             self._something.set()
