@@ -46,7 +46,9 @@ _ASKED_AT_ONCE = 3
 """So many sets at once: while the server works on one, others wait for their majority."""
 _MOST_NAMED = 10_000
 _LEFT_FOR_S = 0.3
-"""How long marks that were acted on are left: well before others would find them."""
+"""How long marks that were acted on are left: others find them much later."""
+_ENOUGH = 50
+"""More marks than these are removed at once, since nothing is gained by waiting for others."""
 _DEADLINE_MS = 2_000
 _PART_DEADLINE_MS = 300
 _PARTS = 8
@@ -287,11 +289,11 @@ async def _answer(store: Store, marked: Sequence[_Marked], leftovers: Leftovers 
             asking = (_ask(store, part, concerned) for part in parts[start : start + _ASKED_AT_ONCE])
             done += await asyncio.gather(*asking)
         in_line = [task.in_line for task in some if task.in_line is not None]
-        empty = None if leftovers is None else set[str]()
+        empty = None if leftovers is None or len(some) > _ENOUGH else set[str]()
         done.append(await sequences.advance_those_of(store, in_line, empty))
         await _release(store, [task.id for task in some if task.held])
-        if all(done) and leftovers is not None:
-            leftovers.add(some, empty or ())
+        if all(done) and leftovers is not None and empty is not None:
+            leftovers.add(some, empty)
         elif all(done):
             await _unmark(store, some)
     return concerned
