@@ -104,7 +104,7 @@ def _check_update(findings: Findings, id_: str, before: Document, after: Documen
 def _what_was_written(before: Document, after: Document, time: datetime) -> Write:
     if after.get("event") is not None and after.get("event") != before.get("event"):
         stamp = read_stamp(after["event"])
-        now = datetime.fromtimestamp(int(after["event"].split("\x1f")[1].rstrip("pw")) / 1000, UTC)
+        now = datetime.fromtimestamp(int(after["event"].split("\x1f")[1].rstrip("aprw")) / 1000, UTC)
         return Write(stamp.kind, now, stamp.worker_id, stamp.lost)
     for old, new in _both(Reading(before), Reading(after)):
         if old["ping_expire_time"] != new["ping_expire_time"]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from pymongo import MongoClient
+from pymongo import AsyncMongoClient, MongoClient
+from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
 
 from taskmesh import InvalidOption, Retry, Snooze, Status, TaskFailed, TaskMesh, TaskOption, current_task
 from taskmesh.consumer.run.dependents import Dependents
-from taskmesh.store.relations import sequences
+from taskmesh.store.relations import dependencies, sequences
 from tests.waiting import eventually
 from tests.working import all_working, finished, status_is, working
 
@@ -348,3 +350,97 @@ async def test_a_head_that_waits_for_a_task_behind_it_is_told_and_so_is_what_hel
     await mesh.retry("step", "after")
     await mesh.consumer(worker_id="w").run(until_idle=True)
     assert ran == ["before", "after"]
+
+
+class _Commands(CommandListener):
+    """How many commands were sent, by name and collection."""
+
+    def __init__(self) -> None:
+        self.sent: Counter[str] = Counter()
+
+    def started(self, event: CommandStartedEvent) -> None:
+        self.sent[f"{event.command_name} {event.command.get(event.command_name)}"] += 1
+
+    def failed(self, event: CommandFailedEvent) -> None: ...
+    def succeeded(self, event: CommandSucceededEvent) -> None: ...
+
+
+async def _no_sweep(*_: Any, **__: Any) -> None:
+    """Do nothing."""
+
+
+async def test_a_task_in_line_costs_three_writes_and_one_to_its_line_and_leaves_nothing(
+    mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Dependents, "sweep", _no_sweep)
+    monkeypatch.setattr(dependencies, "_LEFT_FOR_S", 3_600.0)
+    commands, count = _Commands(), 30
+    client = AsyncMongoClient[Any](mongo_uri, event_listeners=[commands], tz_aware=True)
+    async with client, TaskMesh(client, database=database) as mesh:
+        marked, lines = {"task_state.ask_time": {"$exists": True}}, client[database]["sequences"]
+
+        @mesh.task
+        async def step() -> None:
+            """Do nothing."""
+
+        line = step.configure(sequence_key="k")
+        handles = await line.publish_many({f"k{n}": {} for n in range(count)})
+        async with working(mesh, "w"):
+            commands.sent.clear()
+            for handle in handles:
+                await handle.result(60)
+            await eventually(lambda: commands.sent["update sequences"] == count - 1)
+            # Claimed, recorded, opened. (The marks are left for an hour, as is a line that is empty.)
+            assert commands.sent["findAndModify tasks"] + commands.sent["update tasks"] <= 3 * count + 3, commands.sent
+            assert (commands.sent["aggregate sequences"], commands.sent["delete sequences"]) == (0, 0)
+            assert await client[database]["tasks"].count_documents(marked) == count
+            # Who comes later finds the head that has left, and takes its place.
+            await (await line.publish("later")).result(60)
+            assert await lines.count_documents({}) == 1
+        assert await client[database]["tasks"].count_documents(marked) == 0
+        assert await lines.count_documents({}) == 0
+
+
+async def test_a_publisher_removes_what_it_has_left_when_it_closes(
+    mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dependencies, "_LEFT_FOR_S", 3_600.0)
+    marked = {"task_state.ask_time": {"$exists": True}}
+    with MongoClient[dict[str, Any]](mongo_uri) as client:
+        async with TaskMesh(mongo_uri, database=database) as mesh:
+
+            @mesh.task
+            async def step() -> None:
+                """Do nothing."""
+
+            await step.configure(sequence_key="k").publish("a")
+            await step.configure(sequence_key="k").publish("b")
+            assert client[database]["tasks"].count_documents(marked) == 2
+        assert client[database]["tasks"].count_documents(marked) == 0
+        assert client[database]["tasks"].count_documents({"task_state.in_line": True}) == 1
+
+
+async def test_what_a_worker_leaves_that_dies_another_removes(
+    mesh: TaskMesh, mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dependencies, "_LEFT_FOR_S", 3_600.0)
+
+    @mesh.task
+    async def step() -> None:
+        """Do nothing."""
+
+    handle = await step.configure(sequence_key="k").publish("a")
+    with MongoClient[dict[str, Any]](mongo_uri) as client:
+        with monkeypatch.context() as dies:
+            dies.setattr(dependencies.Leftovers, "removed", _no_sweep)
+            dies.setattr(Dependents, "sweep", _no_sweep)
+            async with working(mesh, "w1"):
+                await handle.result(60)
+                await eventually(lambda: client[database]["tasks"].find_one({"task_state.ask_time": {"$exists": True}}))
+            assert client[database]["sequences"].count_documents({}) == 1
+        monkeypatch.setattr(dependencies, "_LEFT_FOR_S", 0.3)
+        async with working(mesh, "w2"):
+            await eventually(lambda: client[database]["sequences"].count_documents({}) == 0)
+            await eventually(
+                lambda: client[database]["tasks"].count_documents({"task_state.ask_time": {"$exists": True}}) == 0
+            )
