@@ -38,9 +38,10 @@ async def test_the_first_worker_looks_at_once_the_second_later_and_the_others_no
     waited_for: set[tuple[str, str]] = set()
     add = backup_claims.BackupClaims.add
 
-    def added(self: backup_claims.BackupClaims, id_: str, *told: Any, **more: Any) -> None:
-        waited_for.add((self._me.id, id_))
-        add(self, id_, *told, **more)
+    def added(self: backup_claims.BackupClaims, id_: str, due: float, place: int, **by_a_scan: Any) -> None:
+        if not by_a_scan:
+            waited_for.add((self._me.id, id_))
+        add(self, id_, due, place, **by_a_scan)
 
     monkeypatch.setattr(backup_claims.BackupClaims, "add", added)
 
@@ -58,10 +59,10 @@ async def test_the_first_worker_looks_at_once_the_second_later_and_the_others_no
         places = {(who, id_): partitions[who].place_to_hear(id_, "default") for who, id_ in looked_at}
         assert set(places.values()) == {0}
         assert len(looked_at) == 40
-        second = {
-            (who, id_) for _, id_ in looked_at for who in WORKERS if partitions[who].place_to_hear(id_, "default") == 1
-        }
+        ids = {id_ for _, id_ in looked_at}
+        second = {(who, id_) for id_ in ids for who in WORKERS if partitions[who].place_to_hear(id_, "default") == 1}
         await eventually(lambda: second <= waited_for)
+        assert waited_for == second
 
 
 async def test_one_for_a_certain_worker_starts_at_once_again_whatever_its_place(
