@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-import anyio
 from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.client.acceptance import Acceptance
@@ -31,7 +30,6 @@ from taskmesh.store.relations.dependencies import Leftovers
 
 logger = logging.getLogger("taskmesh.connection")
 
-_LEFTOVERS_WITHIN_S = 2.0
 _NOT_CONNECTED = "this mesh is not connected: use it inside `async with mesh:` (or `publish_sync`)"
 
 
@@ -163,8 +161,7 @@ class Connection:
         if self._store is None:  # somebody else has closed it meanwhile
             return
         store, self._store = self._store, None
-        with anyio.move_on_after(_LEFTOVERS_WITHIN_S):
-            await self._leftovers.removed()
+        await self._leftovers.close()
         for reader in tuple(self._event_readers):
             reader.close()
         await self._results.close()

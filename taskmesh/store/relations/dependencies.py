@@ -4,7 +4,7 @@ Each task names its dependents (`task_state.dependents`), and is `pending` as lo
 gate that stays shut as long as `task_state.waits_for` is set, which says what happens if one of the others fails. Nothing is
 counted: whenever something happens that concerns others, a mark is set in the task (`task_state.ask_time`, by the derivation or
 the insert). Whoever sees the mark checks one thing, whether anything is left that the dependent waits for, and removes the
-mark.
+mark, at once or a moment later (`Leftovers`).
 
 The check reads, on the primary, what a majority has, after a majority has acknowledged what happened, and in no transaction: of
 two checks at once, at least one sees both changes. Everything here can be done twice, by anybody, in any order. A process that
@@ -47,6 +47,7 @@ _ASKED_AT_ONCE = 3
 _MOST_NAMED = 10_000
 _LEFT_FOR_S = 0.3
 """How long marks that were acted on are left: others find them much later."""
+_CLOSES_WITHIN_S = 2.0
 _ENOUGH = 50
 """More marks than these are removed at once, since nothing is gained by waiting for others."""
 _DEADLINE_MS = 2_000
@@ -148,6 +149,15 @@ class Leftovers:
         while self._removing is not None:
             self._at_once.set()
             await asyncio.wait([self._removing])
+
+    async def close(self) -> None:
+        """Remove it now, as far as that takes a moment only."""
+        if self._removing is None or self._removing.get_loop() is not asyncio.get_running_loop():
+            return  # (A forked child, for example, has nothing to remove.)
+        with anyio.move_on_after(_CLOSES_WITHIN_S):
+            await self.removed()
+        if self._removing is not None:
+            self._removing.cancel()
 
     async def _remove(self) -> None:
         try:
