@@ -349,7 +349,9 @@ class World:
         """Those that wait for these hear what has become of them."""
         before = copy.deepcopy([self.oracles[id_].document for id_ in tasks])
         self.links.tell(tasks, self.now)
-        await dependencies.tell(self.store, tasks)
+        leftovers = dependencies.Leftovers(self.store)
+        await dependencies.tell(self.store, tasks, leftovers)
+        await leftovers.removed()
         changed = before != [self.oracles[id_].document for id_ in tasks]
         return [(changed, changed)]
 

@@ -132,14 +132,15 @@ class Leftovers:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._marked: list[_Marked] = []
+        self._marked: dict[str, _Marked] = {}
+        """By `_id`: a mark that was acted on later has replaced the one before."""
         self._empty: set[str] = set()
         self._at_once = asyncio.Event()
         self._removing: asyncio.Task[None] | None = None
 
     def add(self, marked: Sequence[_Marked], empty: Collection[str]) -> None:
         """Leave these for a moment. `empty`: lines whose head has left, and in which nobody waited."""
-        self._marked += marked
+        self._marked.update((task.id, task) for task in marked)
         self._empty.update(empty)
         if self._removing is None and self._marked:
             self._removing = asyncio.get_running_loop().create_task(self._remove(), name="taskmesh leftovers")
@@ -165,7 +166,7 @@ class Leftovers:
                 with anyio.move_on_after(_LEFT_FOR_S):
                     await self._at_once.wait()
                 self._at_once.clear()
-                marked, self._marked = self._marked, []
+                marked, self._marked = list(self._marked.values()), {}
                 empty, self._empty = self._empty, set()
                 if await sequences.advance(self._store, empty):
                     for some in _sets(marked):
@@ -185,12 +186,16 @@ async def tell(store: Store, ids: Collection[str], leftovers: Leftovers | None =
 
     `leftovers`: takes what can wait. None: nothing waits.
     """
+    answered: set[tuple[str, datetime]] = set()
     try:
         todo = list(ids)
         while todo:
             concerned: set[str] = set()
             for part in in_parts(todo):
-                concerned |= await _answer(store, await _marked(store, part), leftovers)
+                marked = [task for task in await _marked(store, part) if (task.id, task.ask_time) not in answered]
+                # (What is left for later is still marked, and may be concerned by what follows from it.)
+                answered.update((task.id, task.ask_time) for task in marked)
+                concerned |= await _answer(store, marked, leftovers)
             todo = sorted(concerned)
     except PyMongoError as error:
         logger.info(
