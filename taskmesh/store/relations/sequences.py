@@ -87,7 +87,7 @@ async def _advance(
     heads = {line: presumed[line] for line in left & presumed.keys()}
     for _ in range(_ROUNDS):
         if unread := left - heads.keys():
-            heads |= await _heads(store, {"_id": {"$in": sorted(unread)}})
+            heads |= await _heads(store, unread)
         gone = [line for line in left if line not in heads or _has_left(heads[line], heads[line]["task"])]
         waiting = [heads[line] for line in left.intersection(heads).difference(gone)]
         if not await _open(store, [each for each in waiting if _is_shut(each["task"])]):
@@ -109,22 +109,24 @@ async def _advance(
     return False
 
 
-async def _heads(store: Store, query: Document) -> dict[str, Document]:
-    """Return the heads of lines, each with its `task`, or None.
+async def _heads(store: Store, lines: Collection[str]) -> dict[str, Document]:
+    """Return the heads of these lines, as far as they have one, each with its `task`, or None if that is gone.
 
     As a majority has them: no failover can bring a task back that has left, beside the next.
     """
     stages: list[Document] = [
         # The lines,
-        {"$match": query},
-        {"$limit": _LINES_AT_ONCE},
+        {"$match": {"_id": {"$in": sorted(lines)}}},
         # each with the task at its head, unless somebody has removed that.
         {
             "$lookup": {
                 "from": store.tasks,
                 "localField": "head",
                 "foreignField": "_id",
-                "pipeline": [{"$project": FIELDS}],
+                "pipeline": [
+                    # What `_has_left` and `_is_shut` read.
+                    {"$project": FIELDS},
+                ],
                 "as": "task",
             }
         },
@@ -227,7 +229,7 @@ async def _open(store: Store, heads: Sequence[Document]) -> bool:
 
 async def head_of(store: Store, line: str) -> str | None:
     """Return the `_id` of the head of a line. None: it has none at the moment."""
-    heads = await _heads(store, {"_id": line})
+    heads = await _heads(store, [line])
     return heads[line]["head"] if heads else None
 
 
