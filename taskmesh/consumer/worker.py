@@ -329,7 +329,7 @@ class Worker:
         self.candidates = ClaimQueue(settings)
         self.partitions = Partitions(settings)
         self.listening = Listening(settings)
-        self.slots = Slots(store, clock)
+        self.slots = Slots(store, settings, clock)
         self.limits = Limits(store, settings, clock, self.candidates, self.executions, self.slots, self.partitions)
         usual_queues = ["default", *(queue for definition in definitions.values() for queue in definition.queues)]
         self.failures = FailureCounts(store, self.limits)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 
 from taskmesh import Consumer, TaskMesh, current_task
-from taskmesh.consumer.candidates import slots
+from taskmesh.consumer.candidates import limits, slots
 from taskmesh.consumer.candidates.backup_claims import BackupClaims
 from taskmesh.consumer.candidates.limits import Limits
 from taskmesh.consumer.scanner import Scanner
@@ -39,11 +41,13 @@ class Work:
 
 
 @asynccontextmanager
-async def held_by_one(mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Work, Any, Consumer]]:
-    """Two workers, of which one holds the room. The other never asks for it again."""
+async def held_by_one(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, running: int = 1
+) -> AsyncIterator[tuple[Work, Any, Consumer]]:
+    """Two workers, of which one holds a slot. The other never asks for one again."""
     work = Work()
     task = mesh.task(name="work", queue=QUEUE)(work)
-    await mesh.set_limit(QUEUE, running=1)
+    await mesh.set_limit(QUEUE, running=running)
     over, book = asyncio.Event(), store_limits.book
     async with all_working(mesh, ["a", "b"]) as consumers:
         await eventually(lambda: all(parts_of(consumer).partitions.others_cnt for consumer in consumers))
@@ -64,22 +68,47 @@ async def held_by_one(mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch) -> AsyncI
             over.set()
 
 
-async def test_who_holds_the_room_takes_the_tasks_in_the_lanes_of_those_who_do_not(
-    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def publish_in_other_lanes(task: Any, holder: Consumer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Publish tasks that this worker does not look for, and does not take over after a while."""
+
     async def helps_nobody(*_: Any) -> int:
         return 0
 
     monkeypatch.setattr(Scanner, "_help_others", helps_nobody)
     monkeypatch.setattr(BackupClaims, "add", lambda *_, **__: None)
-    async with held_by_one(mesh, monkeypatch) as (work, task, holder):
-        lane = parts_of(holder).partitions.place
-        keys = [key for key in (f"k{n}" for n in range(60)) if lane(f"work:{key}", QUEUE) == 1]
-        await task.publish_many({key: {} for key in keys})
+    lane = parts_of(holder).partitions.place
+    keys = [key for key in (f"k{n}" for n in range(60)) if lane(f"work:{key}", QUEUE) == 1]
+    await task.publish_many({key: {} for key in keys})
+    return keys
+
+
+@pytest.mark.parametrize("running", [1, 4])
+async def test_who_holds_scarce_room_takes_the_tasks_in_the_lanes_of_those_who_do_not(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, running: int
+) -> None:
+    async with held_by_one(mesh, monkeypatch, running) as (work, task, holder):
+        keys = await publish_in_other_lanes(task, holder, monkeypatch)
         work.may_end.set()
         await eventually(lambda: len(work.ran) == 1 + len(keys))
     assert len({worker_id for _, worker_id in work.ran}) == 1
     assert len(keys) > 10
+
+
+async def test_where_there_is_room_for_everybody_tasks_are_left_to_those_in_whose_lanes_they_are(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with held_by_one(mesh, monkeypatch, running=5) as (work, task, holder):
+        keys = await publish_in_other_lanes(task, holder, monkeypatch)
+        work.may_end.set()
+        await eventually(lambda: has_room(mesh))
+        assert len(work.ran) == 1
+    assert len(keys) > 10
+
+
+async def has_room(mesh: TaskMesh) -> bool:
+    """Whether no worker holds a slot."""
+    document = await mesh.store.driver.collection(mesh.store.limits).find_one({"_id": QUEUE})
+    return document is not None and document["slots"] == []
 
 
 @pytest.mark.parametrize("waits", ["nothing", "what it may not claim"])
@@ -92,12 +121,7 @@ async def test_room_that_is_of_no_use_here_is_given_back(
             holder.pause()
             await task.publish_many({f"k{n}": {} for n in range(40)})
         work.may_end.set()
-
-        async def has_room() -> bool:
-            document = await mesh.store.driver.collection(mesh.store.limits).find_one({"_id": QUEUE})
-            return document is not None and document["slots"] == []
-
-        await eventually(has_room)
+        await eventually(lambda: has_room(mesh))
 
 
 async def test_what_others_have_taken_is_not_tried_one_after_the_other(
@@ -144,6 +168,140 @@ async def test_tasks_of_all_kinds_are_found_though_each_scan_sees_the_queue_full
     assert {key for key, _ in work.ran} == {"first", "second", "for anybody", "named", "labelled"}
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+async def test_a_worker_that_has_no_room_for_a_while_gets_its_share_of_it(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """The first worker has enough to do in its own lanes, and all the room, before there are others."""
+    monkeypatch.setattr(limits, "_LACKED_FOR_S", 0.3)
+    ran: Counter[str] = Counter()
+
+    async def work() -> None:
+        await asyncio.sleep(0.01)
+        ran[current_task().worker_id] += 1
+
+    running = 2 * workers
+    task = mesh.task(name="work", queue=QUEUE)(work)
+    await mesh.set_limit(QUEUE, running=running)
+    await task.publish_many({f"k{n}": {} for n in range(6_000)})
+    async with working(mesh, "first") as first:
+        await eventually(lambda: parts_of(first).slots.count(*PLACE) == running)
+        async with all_working(mesh, [f"w{n}" for n in range(1, workers)]):
+            await eventually(lambda: len(ran) == workers and min(ran.values()) >= 20)
+            assert ran.total() < 5_000, "meanwhile the first had more to do"
+
+
+async def test_what_another_lacks_is_left_to_it(mesh: TaskMesh) -> None:
+    """The other has asked in vain, and does not take what it is left."""
+
+    async def work() -> None:
+        await asyncio.sleep(0.01)
+        held.append(slots_of_first.count(*PLACE))
+
+    held: list[int] = []
+    task = mesh.task(name="work", queue=QUEUE)(work)
+    await mesh.set_limit(QUEUE, running=4)
+    await task.publish_many({f"k{n}": {} for n in range(4_000)})
+    async with working(mesh, "first") as first, working(mesh, "other", queues=["another"]):
+        slots_of_first = parts_of(first).slots
+        await eventually(lambda: slots_of_first.count(*PLACE) == 4)
+
+        async def asks() -> None:
+            while True:
+                told = {"$set": {"lacking": {"w": "other", "at": mesh.clock.now()}}}
+                await mesh.store.driver.collection(mesh.store.limits).update_one({"_id": QUEUE}, told)
+                await asyncio.sleep(0.05)
+
+        asking = asyncio.create_task(asks())
+        try:
+            await eventually(lambda: slots_of_first.count(*PLACE) == 2)
+            held.clear()
+            await eventually(lambda: len(held) > 100)
+            assert max(held) == 2
+        finally:
+            asking.cancel()
+        await eventually(lambda: slots_of_first.count(*PLACE) == 4)
+
+
+@pytest.mark.parametrize(
+    ("lacked_for_s", "asks_often_s", "told"),
+    [(0.2, 3_600.0, True), (3_600.0, 3_600.0, False), (0.2, 0.0, False)],
+    ids=["long enough", "too short", "too seldom"],
+)
+async def test_the_others_are_told_of_what_a_worker_has_lacked_for_a_while(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, lacked_for_s: float, asks_often_s: float, told: bool
+) -> None:
+    monkeypatch.setattr(limits, "_LACKED_FOR_S", lacked_for_s)
+    monkeypatch.setattr(limits, "_ASKS_OFTEN_S", asks_often_s)
+    due: list[int] = []
+    began, book = time.monotonic(), store_limits.book
+
+    async def asked(*args: Any, **settings: Any) -> Any:
+        due.append(settings["due"])
+        return await book(*args, **settings)
+
+    monkeypatch.setattr(store_limits, "book", asked)
+    task = mesh.task(name="work", queue=QUEUE)(Work())
+    await mesh.set_limit(QUEUE, running=1)
+    wishes = [store_limits.Wish("work:elsewhere", None)]
+    assert await book(mesh.store, QUEUE, "has it", wishes) is not None
+    async with working(mesh, "lacks some"):
+        await task.publish("k")
+        await eventually(lambda: any(due) if told else len(due) > 5 and time.monotonic() - began > 1)
+    assert due[0] == 0
+    assert any(due) == told
+
+
+async def test_a_worker_that_gets_what_it_asks_for_lacks_nothing(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "_LACKED_FOR_S", 0.0)
+    monkeypatch.setattr(limits, "_ASKS_OFTEN_S", 3_600.0)
+    due: list[int] = []
+    book = store_limits.book
+
+    async def asked(*args: Any, **settings: Any) -> Any:
+        due.append(settings["due"])
+        return await book(*args, **settings)
+
+    monkeypatch.setattr(store_limits, "book", asked)
+    work = Work()
+    work.may_end.set()
+    task = mesh.task(name="work", queue=QUEUE)(work)
+    await mesh.set_limit(QUEUE, running=2)
+    async with working(mesh, "w"):
+        for n in range(3):
+            await task.publish(f"k{n}")
+            await eventually(lambda: work.ran and work.ran[-1][0] == f"k{n}")  # noqa: B023 — asked at once
+            await eventually(lambda: has_room(mesh))
+    assert len(due) >= 3
+    assert not any(due)
+
+
+async def test_only_others_are_told_of_it_and_only_if_it_asks_in_vain(mesh: TaskMesh) -> None:
+    await mesh.set_limit(QUEUE, running=2)
+    wishes = [store_limits.Wish(f"work:k{n}", None) for n in range(4)]
+
+    async def got(worker_id: str, due: int) -> int:
+        booking = await store_limits.book(mesh.store, QUEUE, worker_id, wishes, due=due)
+        assert booking is not None
+        return len(booking.ids)
+
+    async def told(worker_id: str) -> datetime | None:
+        return (await store_limits.keep(mesh.store, QUEUE, worker_id)).wanted_at
+
+    assert await got("has it all", 0) == 2
+    assert await got("wants more", 0) == 0
+    assert await told("has it all") is None
+    assert await got("lacks some", 1) == 0
+    at = await told("has it all")
+    assert at is not None
+    assert await told("lacks some") is None
+    await mesh.set_limit(QUEUE, running=3)
+    assert await got("lacks some", 1) == 1
+    assert await told("has it all") == at, "it got what it lacked"
+
+
 async def test_slots_are_not_checked_while_all_of_them_are_valid(mesh: TaskMesh) -> None:
     await mesh.set_limit(QUEUE, running=1)
     begin = mesh.store.now = mesh.clock.now()
@@ -155,7 +313,7 @@ async def test_slots_are_not_checked_while_all_of_them_are_valid(mesh: TaskMesh)
     for later_ms in range(1_000, 12_001, 1_000):
         mesh.store.now = begin + timedelta(milliseconds=later_ms)
         if later_ms < 5_000:
-            await store_limits.keep(mesh.store, QUEUE, renew={token: wish[0]})
+            await store_limits.keep(mesh.store, QUEUE, "holds", renew={token: wish[0]})
         refused = await store_limits.book(mesh.store, QUEUE, "waits", [store_limits.Wish("work:other", None)])
         assert refused is not None
         assert not refused.ids

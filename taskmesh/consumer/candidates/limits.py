@@ -50,6 +50,13 @@ _TRIED_AT_ONCE = 64
 """How many candidates are tried when a place may have room. If it has room for all of them, more follow."""
 _OTHERS_APART_S = 0.02
 """How far apart, on average, workers ask that had no share of a rate. All at once they would only hold up one another."""
+_FEW_EACH = 2
+"""Where no more tasks than this may run for each worker, whoever has room in hand takes the oldest task of any lane."""
+_LACKED_FOR_S = 3.0
+"""For how long a worker has less than its share, and asks in vain, before the others leave it that. In a trickle everybody has
+now more, now less, and room that changes hands is not used meanwhile."""
+_ASKS_OFTEN_S = 0.7
+"""How long after asking in vain a worker asks again, if the others are to leave it its share. Less than they leave it for."""
 _AFTER_A_START_S = 0.002
 """How long after a start has left its window to ask for its room: clocks differ by a bit."""
 
@@ -117,6 +124,14 @@ class _Shut:
     """Whether the earliest start in its window is not confirmed yet, so that it is unknown when that start leaves."""
 
 
+@dataclass(slots=True)
+class _Lacking:
+    """That this worker has less than its share of a queue's slots, and asks in vain (times are monotonic)."""
+
+    since: float
+    asked: float
+
+
 class Limits:
     """The limited queues, as one consumer sees them."""
 
@@ -148,6 +163,7 @@ class Limits:
         self._unchecked: set[str] = set()
         self.canaries: set[str] = set()
         """Tasks that were let through while their queue is paused for its failures."""
+        self._lacking: dict[str, _Lacking] = {}
         self._given_back: set[str] = set()
         """Tasks that a claim has won and that do not start: their lease is being given back."""
         self._shut: dict[Place, _Shut] = {}
@@ -241,8 +257,8 @@ class Limits:
         return wanted
 
     def takes_all(self, place: Place) -> bool:
-        """Whether this worker may use a slot there for tasks of any lane: few others can have one."""
-        return self._slots.has_idle(place) and self._is_narrow(place)
+        """Whether this worker uses a slot there for tasks of any lane: others may have none."""
+        return self._slots.has_idle(place) and self._is_scarce(place)
 
     def was_skipped(self, place: Place) -> bool:
         """Whether tasks may wait in a place that were never offered here, since a scan has skipped it."""
@@ -306,7 +322,19 @@ class Limits:
         async with self._slots.turn(queue):
             # The set before may have learnt that there is no room.
             to_ask = [candidate for candidate in candidates if not self._parks(candidate)]
+            to_ask = self._within_share(queue, to_ask)
             return await self._admit(queue, to_ask) if to_ask else Admission([], {})
+
+    def _within_share(self, queue: str, candidates: list[Candidate]) -> list[Candidate]:
+        """Return as many as this worker may ask for, and park the rest, which others go before that lack some of their share."""
+        left = self._left_of_share(queue)
+        if left is None or left >= len(candidates):
+            return candidates
+        allowed = max(0, left)
+        self._shut_for((queue, None), varied(_ASK_AGAIN_S, 0.3))
+        for candidate in candidates[allowed:]:
+            self._park((queue, None), candidate)
+        return candidates[:allowed]
 
     async def _admit(self, queue: str, candidates: list[Candidate]) -> Admission:
         if queue in self._unchecked:
@@ -331,6 +359,7 @@ class Limits:
         if refused:
             self._put_aside(queue, booking, admitted, refused)
         else:  # there may be room for more
+            self._lacking.pop(queue, None)
             for place in {(queue, None), *((queue, candidate.group) for candidate in admitted)}:
                 if not self._offer_parked(place, len(admitted)) and place in self._turned_away:
                     self._reopen(place)
@@ -363,7 +392,7 @@ class Limits:
         said = self._slots.to_tell(queue, now)
         free, places = self._slots.take_idle(queue, now)
         booking = await store_limits.book(
-            self._store, queue, self._worker_id, list(wishes.values()), free=free, renew=said
+            self._store, queue, self._worker_id, list(wishes.values()), free=free, renew=said, due=self._due(queue)
         )
         self._asking_takes_s += 0.1 * (time.monotonic() - now - self._asking_takes_s)
         if booking is not None:
@@ -390,7 +419,7 @@ class Limits:
             for each in (place, (place[0], None)):
                 if (shut := self._shut.get(each)) is not None:
                     shut.rate_used_up = False
-            if self._is_narrow(place) and self._parked.get(place):  # others have most likely taken these, too
+            if self._is_scarce(place) and self._parked.get(place):  # others have most likely taken these, too
                 del self._parked[place]
                 self._turned_away.add(place)
             self._use_room(place)
@@ -570,19 +599,45 @@ class Limits:
     def _use_room(self, place: Place) -> None:
         """Try the best of those that wait for the room that has just become free."""
         parked = self._parked.get(place)
-        if parked and place in self._shut and self._promise(place):
+        if (left := self._left_of_share(place[0])) is not None and left < 0:
+            self._slots.give_back(place)
+        elif parked and place in self._shut and self._promise(place):
             # The slot is in hand, and the place stays shut for the others.
             self._candidates.offer(replace(next(parked), due=time.monotonic(), timed=False))
             self._candidates.ready.set()
-        elif not parked and self._is_narrow(place) and self._promise(place):
+        elif not parked and self._is_scarce(place) and self._promise(place):
             self._want_tasks(place)
         else:
             self._reopen_if_not_by_rate(place if place in self._shut else (place[0], None))
 
-    def _is_narrow(self, place: Place) -> bool:
-        """Whether fewer tasks may run in a place than there are other workers, so that not even one each has room there."""
-        most = self._limits_of(place[0]).most_running(place[1])
-        return most is not None and most <= self._partitions.others_cnt
+    def _is_scarce(self, place: Place) -> bool:
+        """Whether so few tasks may run in a place that the tasks of one worker often wait while another has room in hand."""
+        most, others = self._limits_of(place[0]).most_running(place[1]), self._partitions.others_cnt
+        return most is not None and others > 0 and most <= _FEW_EACH * (others + 1)
+
+    def _left_of_share(self, queue: str) -> int | None:
+        """Return how many more slots this worker may have; negative if it has too many. None: nobody else lacks some."""
+        most = self._limits_of(queue).running
+        if most is None or not self._slots.is_wanted(queue):
+            return None
+        return self._share(most) - self._slots.count(queue, None)
+
+    def _share(self, most: int) -> int:
+        """Return how many of so many slots each worker may have if all want some."""
+        return max(1, most // (self._partitions.others_cnt + 1))
+
+    def _due(self, queue: str) -> int:
+        """Return how many slots this worker lacks of its share, if it has asked for some in vain for a while, and will go on."""
+        now, most = time.monotonic(), self._limits_of(queue).running
+        lacks = 0 if most is None else self._share(most) - self._slots.count(queue, None)
+        if lacks <= 0:
+            self._lacking.pop(queue, None)
+            return 0
+        lacking = self._lacking.setdefault(queue, _Lacking(now, now))
+        if now - lacking.asked > _ASKS_OFTEN_S:  # it had nothing to ask for meanwhile, or asks in too many places
+            lacking.since = now
+        lacking.asked = now
+        return lacks if now - lacking.since > _LACKED_FOR_S else 0
 
     def _promise(self, place: Place) -> bool:
         """Keep an unused slot of this place for the next task. False if there is none, or starts are counted."""

@@ -19,6 +19,7 @@ from datetime import datetime
 
 from pymongo.errors import PyMongoError
 
+from taskmesh.consumer.settings import Settings
 from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.queues import limits as store_limits
@@ -35,6 +36,8 @@ _PROMISED_S = 1.0
 """How long it is kept if one waits, which is claimed after those that are being claimed now."""
 _TOLD_EVERY_S = 1.0
 """How long a slot is used before its worker writes down for which task. Much less than a slot is valid for."""
+_WANTED_FOR_S = 1.0
+"""How long what another worker lacks of its share is left to it, after it has asked last."""
 _GOOD_FOR_S = 0.3
 """Nothing is claimed on a slot that is not valid for this much longer: the claim would come too late."""
 
@@ -60,8 +63,9 @@ class Slot:
 class Slots:
     """The slots that one consumer holds."""
 
-    def __init__(self, store: Store, clock: ServerClock) -> None:
+    def __init__(self, store: Store, settings: Settings, clock: ServerClock) -> None:
         self._store = store
+        self._worker_id = settings.worker_id
         self._clock = clock
         self._held: dict[str, Slot] = {}
         self._held_of: Counter[Place] = Counter()
@@ -70,6 +74,8 @@ class Slots:
         """The unused slots by place, where there are any: groups come and go."""
         self._turns: dict[str, asyncio.Lock] = {}
         self._ages: Counter[str] = Counter()
+        self._wanted_at: dict[str, datetime] = {}
+        """By queue, when another worker asked last that lacks some of its share."""
         self.changed = asyncio.Event()
 
     def turn(self, queue: str) -> asyncio.Lock:
@@ -170,6 +176,16 @@ class Slots:
             slot.idle_since = 0.0
         self.changed.set()
 
+    def wanted(self, queue: str, at: datetime | None) -> None:
+        """Note when another worker asked last that lacks some of its share of a queue."""
+        if at is not None:
+            self._wanted_at[queue] = at
+
+    def is_wanted(self, queue: str) -> bool:
+        """Whether another worker lacks some of its share of a queue."""
+        at = self._wanted_at.get(queue)
+        return at is not None and self._clock.monotonic(at) + _WANTED_FOR_S > time.monotonic()
+
     def has_idle(self, place: Place) -> bool:
         """Whether one of exactly this place is held and not used."""
         return place in self._idle
@@ -237,10 +253,12 @@ class Slots:
                 said = self.to_tell(queue, now)
                 if free or said:
                     try:
-                        self.told(said, *await store_limits.keep(self._store, queue, free=free, renew=said))
+                        kept = await store_limits.keep(self._store, queue, self._worker_id, free=free, renew=said)
                     except PyMongoError as error:  # those expire; the rest is written down later
                         logger.debug("the slots of queue %s could not be kept (%s)", queue, type(error).__name__)
                         return places, _TOLD_EVERY_S
+                    self.told(said, kept.held, kept.until)
+                    self.wanted(queue, kept.wanted_at)
             places |= given_back
         if self._idle:
             return places, _IDLE_S
@@ -252,6 +270,6 @@ class Slots:
             free, _ = self.take_idle(queue, math.inf)
             if free:
                 try:
-                    await store_limits.keep(self._store, queue, free=free)
+                    await store_limits.keep(self._store, queue, self._worker_id, free=free)
                 except PyMongoError as error:
                     logger.debug("slots of queue %s could not be given back (%s)", queue, type(error).__name__)

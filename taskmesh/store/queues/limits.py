@@ -7,6 +7,8 @@ reports: one document per queue, in which workers book before they claim.
   long as it writes down now and then for which. It is removed when its worker gives it back, or when no live entry matches it,
   which anybody may check against the tasks. So the number of running tasks follows from the leases, and a crash cannot make it
   drift.
+- `lacking`: the worker that has had less than its share of the slots for some time, and asked in vain last. Workers that have
+  more than theirs give back the rest when they have ended a task.
 - `starts`: how many starts were booked, and when they leave the window. A booking in progress has an entry of its own, by its
   token; completed ones are merged into buckets of a hundredth of the window, each of which leaves with the last start in it. So
   the document is small whatever rate and window, and no window ever holds more starts than the rate.
@@ -78,6 +80,18 @@ class Booking:
     """Whether the caller has to check now which slots nobody uses any more."""
     canary: bool = False
     """Whether the queue is paused for its failures, and this is the one start that is let through."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What became of the slots of a worker."""
+
+    held: frozenset[str]
+    """Of those that were to be renewed, those that still exist."""
+    until: datetime | None
+    """Until when these are valid."""
+    wanted_at: datetime | None
+    """When another worker asked last that has had less than its share for some time. None: never."""
 
 
 async def set_limits(store: Store, queue: str, limits: Document) -> None:
@@ -182,10 +196,12 @@ async def book(
     *,
     free: Collection[str] = (),
     renew: Mapping[str, Wish] | None = None,
+    due: int = 0,
 ) -> Booking | None:
     """Book as many of the wishes as the limits have room for. None if the queue has no limits (any more).
 
-    `free`, `renew`: what `keep` does, done before. If the answer is lost, the booking expires when its time is over.
+    `free`, `renew`: what `keep` does, done before. `due`: how many slots the worker lacks of its share, and has for some time.
+    If there is no room for these, the others are told. If the answer is lost, the booking expires when its time is over.
     """
     renew = renew or {}
     token = str(ObjectId())
@@ -193,7 +209,7 @@ async def book(
         store.driver.collection(store.limits),
         {"_id": queue},
         # First free what the worker no longer uses, then book: in one update, so that nobody else takes the room in between.
-        [{"$set": {"slots": _kept(store, free, renew)}}, *_booking(store, token, worker_id, wishes, list(renew))],
+        [{"$set": {"slots": _kept(store, free, renew)}}, *_booking(store, token, worker_id, wishes, list(renew), due)],
         dict.fromkeys(("booked", "next_start", "full_groups", "checker", "failing", *_LIMITS), 1),
         return_document=ReturnDocument.AFTER,
     )
@@ -214,7 +230,7 @@ async def book(
 
 
 def _booking(
-    store: Store, token: str, worker_id: str, wishes: Sequence[Wish], renewed: Sequence[str]
+    store: Store, token: str, worker_id: str, wishes: Sequence[Wish], renewed: Sequence[str], due: int
 ) -> list[Document]:
     now = store.now
     until = {"$add": [now, BOOKED_MS]}
@@ -372,6 +388,13 @@ def _booking(
                 "group_starts": {
                     "$cond": [has_rate, {"$concatArrays": ["$group_starts", group_starts]}, "$group_starts"]
                 },
+                "lacking": {
+                    "$cond": [
+                        {"$lt": [run_room, min(due, len(wishes))]},
+                        {"w": {"$literal": worker_id}, "at": now},
+                        {"$ifNull": ["$lacking", "$$REMOVE"]},
+                    ]
+                },
                 "checker": {"$cond": ["$_check", token, None]},
                 "checked_time": {"$cond": ["$_check", now, {"$ifNull": ["$checked_time", None]}]},
             }
@@ -504,23 +527,27 @@ async def confirm(store: Store, queue: str, token: str, unused: Collection[Wish]
 
 
 async def keep(
-    store: Store, queue: str, *, free: Collection[str] = (), renew: Mapping[str, Wish] | None = None
-) -> tuple[frozenset[str], datetime | None]:
-    """Give back the slots that are to be freed, by their tokens, and note what the others are used for now.
-
-    Return which of those to be renewed still exist, and until when they are valid.
-    """
+    store: Store, queue: str, worker_id: str, *, free: Collection[str] = (), renew: Mapping[str, Wish] | None = None
+) -> Kept:
+    """Give back the slots that are to be freed, by their tokens, and note what the others are used for now."""
     renew = renew or {}
     document = await find_and_update(
         store.driver.collection(store.limits),
         {"_id": queue},
         # The list as it is by then: slots booked meanwhile stay.
         [{"$set": {"slots": _kept(store, free, renew)}}],
-        {"slots": {"$filter": {"input": "$slots", "cond": {"$in": ["$$this.t", {"$literal": list(renew)}]}}}},
+        {
+            "slots": {"$filter": {"input": "$slots", "cond": {"$in": ["$$this.t", {"$literal": list(renew)}]}}},
+            "lacking": 1,
+        },
         return_document=ReturnDocument.AFTER,
     )
-    slots = document["slots"] if document is not None else []
-    return frozenset(slot["t"] for slot in slots), min((slot["until"] for slot in slots), default=None)
+    slots, lacking = (document["slots"], document.get("lacking")) if document is not None else ([], None)
+    return Kept(
+        held=frozenset(slot["t"] for slot in slots),
+        until=min((slot["until"] for slot in slots), default=None),
+        wanted_at=lacking["at"] if lacking is not None and lacking["w"] != worker_id else None,
+    )
 
 
 def _kept(store: Store, free: Collection[str], renew: Mapping[str, Wish]) -> rules.Expression:
