@@ -16,6 +16,7 @@ import pytest
 from taskmesh import Consumer, TaskMesh, current_task
 from taskmesh.consumer.candidates import limits, slots
 from taskmesh.consumer.candidates.backup_claims import BackupClaims
+from taskmesh.consumer.candidates.claim_queue import ClaimQueue
 from taskmesh.consumer.candidates.limits import Limits
 from taskmesh.consumer.scanner import Scanner
 from taskmesh.store.queues import limits as store_limits
@@ -142,6 +143,26 @@ async def test_what_others_have_taken_is_not_tried_one_after_the_other(
         work.may_end.set()
         await eventually(lambda: work.ran and work.ran[-1][0] == "last")
         assert parts_of(holder).claimer.tried - tried < 10
+
+
+@pytest.mark.parametrize("dropped", ["since others have taken one", "since there are too many"])
+async def test_what_was_dropped_is_found_again_before_the_next_scan(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, dropped: str
+) -> None:
+    too_many = dropped == "since there are too many"
+    async with held_by_one(mesh, monkeypatch) as (work, task, holder):
+        if too_many:
+            monkeypatch.setattr(limits, "_PARKED_AT_MOST", 3)
+        await task.publish_many({f"k{n}": {} for n in range(40)})
+        parked = parts_of(holder).limits._parked
+        await eventually(lambda: len(parked.get(PLACE, ())) == 3 if too_many else len(parked.get(PLACE, ())) > 10)
+        monkeypatch.setattr(ClaimQueue, "begin_scan", lambda _: 0)
+        if not too_many:  # behind the back of the stream's readers: the one that is tried next
+            await mesh.store.driver.collection(mesh.store.tasks).update_one(
+                {"_id": parked[PLACE]._heap[0][1]}, {"$set": {"status": "SUCCESS"}, "$unset": {"next_claim_time": ""}}
+            )
+        work.may_end.set()
+        await eventually(lambda: len(work.ran) == (41 if too_many else 40))
 
 
 async def test_tasks_of_all_kinds_are_found_though_each_scan_sees_the_queue_full(

@@ -313,6 +313,10 @@ class ClaimQueue:
         """Whether a candidate was taken since the scan began, or was being claimed then: what the scan saw of it is outdated."""
         return id_ in self._taken
 
+    def not_claimed(self, id_: str) -> None:
+        """Note that a candidate was taken, not claimed, and is no longer held: what is seen of it from now on is up to date."""
+        self._taken.discard(id_)
+
     def came_back(self, id_: str) -> None:
         """Note that a task that was taken is claimable again: what is seen of it from now on is up to date."""
         if id_ in self._taken:

@@ -420,7 +420,8 @@ class Limits:
                 if (shut := self._shut.get(each)) is not None:
                     shut.rate_used_up = False
             if self._is_scarce(place) and self._parked.get(place):  # others have most likely taken these, too
-                del self._parked[place]
+                for candidate in self._parked.pop(place):
+                    self._candidates.not_claimed(candidate.id)
                 self._turned_away.add(place)
             self._use_room(place)
 
@@ -543,6 +544,7 @@ class Limits:
 
     def _park(self, place: Place, candidate: Candidate) -> None:
         if not self._parked.setdefault(place, _Parked()).add(candidate):
+            self._candidates.not_claimed(candidate.id)
             self._turned_away.add(place)
 
     def _reopen(self, place: Place) -> None:
