@@ -212,9 +212,24 @@ async def test_a_worker_that_has_no_room_for_a_while_gets_its_share_of_it(
             assert ran.total() < 5_000, "meanwhile the first had more to do"
 
 
-async def test_what_another_lacks_is_left_to_it(mesh: TaskMesh) -> None:
-    """The other has asked in vain, and does not take what it is left."""
+@asynccontextmanager
+async def another_lacks_some(mesh: TaskMesh) -> AsyncIterator[None]:
+    """Somebody has asked in vain, and does not take what it is left."""
 
+    async def asks() -> None:
+        while True:
+            told = {"$set": {"lacking": {"w": "other", "at": mesh.clock.now()}}}
+            await mesh.store.driver.collection(mesh.store.limits).update_one({"_id": QUEUE}, told)
+            await asyncio.sleep(0.05)
+
+    asking = asyncio.create_task(asks())
+    try:
+        yield
+    finally:
+        asking.cancel()
+
+
+async def test_what_another_lacks_is_left_to_it(mesh: TaskMesh) -> None:
     async def work() -> None:
         await asyncio.sleep(0.01)
         held.append(slots_of_first.count(*PLACE))
@@ -226,22 +241,42 @@ async def test_what_another_lacks_is_left_to_it(mesh: TaskMesh) -> None:
     async with working(mesh, "first") as first, working(mesh, "other", queues=["another"]):
         slots_of_first = parts_of(first).slots
         await eventually(lambda: slots_of_first.count(*PLACE) == 4)
-
-        async def asks() -> None:
-            while True:
-                told = {"$set": {"lacking": {"w": "other", "at": mesh.clock.now()}}}
-                await mesh.store.driver.collection(mesh.store.limits).update_one({"_id": QUEUE}, told)
-                await asyncio.sleep(0.05)
-
-        asking = asyncio.create_task(asks())
-        try:
+        async with another_lacks_some(mesh):
             await eventually(lambda: slots_of_first.count(*PLACE) == 2)
             held.clear()
             await eventually(lambda: len(held) > 100)
             assert max(held) == 2
-        finally:
-            asking.cancel()
         await eventually(lambda: slots_of_first.count(*PLACE) == 4)
+
+
+async def test_what_another_lacks_is_left_to_it_though_tasks_last_long(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker is told when it begins a task, and gives something back when it has ended the next."""
+    monkeypatch.setattr(slots, "_TOLD_EVERY_S", 0.05)
+    monkeypatch.setattr(slots, "_WANTED_FOR_S", 0.2)
+    ends = {f"k{n}": asyncio.Event() for n in range(4)}
+
+    async def work() -> None:
+        await ends[current_task().key].wait()
+
+    task = mesh.task(name="work", queue=QUEUE)(work)
+    await mesh.set_limit(QUEUE, running=2)
+    await task.publish_many({key: {} for key in ends})
+    async with working(mesh, "first") as first, working(mesh, "other", queues=["another"]):
+        held = parts_of(first).slots
+        await eventually(lambda: len(first.running) == 2 and parts_of(first).partitions.others_cnt == 1)
+        async with another_lacks_some(mesh):
+            begun = list(first.running)
+            ends[begun[0]].set()
+            await eventually(lambda: held.was_wanted(QUEUE))
+            await eventually(lambda: len(first.running) == 2 and not held.is_wanted(QUEUE))
+            ends[begun[1]].set()
+            await eventually(lambda: held.count(*PLACE) == 1)
+            assert len(first.running) == 1
+        await eventually(lambda: len(first.running) == 2)
+        for event in ends.values():
+            event.set()
 
 
 @pytest.mark.parametrize(

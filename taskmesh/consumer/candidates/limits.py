@@ -28,7 +28,7 @@ from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.queues import limits as store_limits
-from taskmesh.store.queues.limits import Booking, Wish
+from taskmesh.store.queues.limits import NO_LIMIT, Booking, Wish
 
 logger = logging.getLogger("taskmesh.limits")
 
@@ -327,10 +327,9 @@ class Limits:
 
     def _within_share(self, queue: str, candidates: list[Candidate]) -> list[Candidate]:
         """Return as many as this worker may ask for, and park the rest, which others go before that lack some of their share."""
-        left = self._left_of_share(queue)
-        if left is None or left >= len(candidates):
+        allowed = max(0, self._left_of_share(queue)) if self._slots.is_wanted(queue) else NO_LIMIT
+        if allowed >= len(candidates):
             return candidates
-        allowed = max(0, left)
         self._shut_for((queue, None), varied(_ASK_AGAIN_S, 0.3))
         for candidate in candidates[allowed:]:
             self._park((queue, None), candidate)
@@ -601,7 +600,7 @@ class Limits:
     def _use_room(self, place: Place) -> None:
         """Try the best of those that wait for the room that has just become free."""
         parked = self._parked.get(place)
-        if (left := self._left_of_share(place[0])) is not None and left < 0:
+        if self._slots.was_wanted(place[0]) and self._left_of_share(place[0]) < 0:
             self._slots.give_back(place)
         elif parked and place in self._shut and self._promise(place):
             # The slot is in hand, and the place stays shut for the others.
@@ -617,21 +616,16 @@ class Limits:
         most, others = self._limits_of(place[0]).most_running(place[1]), self._partitions.others_cnt
         return most is not None and others > 0 and most <= _FEW_EACH * (others + 1)
 
-    def _left_of_share(self, queue: str) -> int | None:
-        """Return how many more slots this worker may have; negative if it has too many. None: nobody else lacks some."""
+    def _left_of_share(self, queue: str) -> int:
+        """Return how many more slots are this worker's share, if all workers want some; negative if it has more."""
         most = self._limits_of(queue).running
-        if most is None or not self._slots.is_wanted(queue):
-            return None
-        return self._share(most) - self._slots.count(queue, None)
-
-    def _share(self, most: int) -> int:
-        """Return how many of so many slots each worker may have if all want some."""
-        return max(1, most // (self._partitions.others_cnt + 1))
+        if most is None:
+            return NO_LIMIT
+        return max(1, most // (self._partitions.others_cnt + 1)) - self._slots.count(queue, None)
 
     def _due(self, queue: str) -> int:
         """Return how many slots this worker lacks of its share, if it has asked for some in vain for a while, and will go on."""
-        now, most = time.monotonic(), self._limits_of(queue).running
-        lacks = 0 if most is None else self._share(most) - self._slots.count(queue, None)
+        now, lacks = time.monotonic(), self._left_of_share(queue)
         if lacks <= 0:
             self._lacking.pop(queue, None)
             return 0

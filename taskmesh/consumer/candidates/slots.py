@@ -74,8 +74,8 @@ class Slots:
         """The unused slots by place, where there are any: groups come and go."""
         self._turns: dict[str, asyncio.Lock] = {}
         self._ages: Counter[str] = Counter()
-        self._wanted_at: dict[str, datetime] = {}
-        """By queue, when another worker asked last that lacks some of its share."""
+        self._wanted_until: dict[str, float] = {}
+        """The queues of which another worker lacked some of its share when this one was told last, and how long that holds."""
         self.changed = asyncio.Event()
 
     def turn(self, queue: str) -> asyncio.Lock:
@@ -176,15 +176,20 @@ class Slots:
             slot.idle_since = 0.0
         self.changed.set()
 
-    def wanted(self, queue: str, at: datetime | None) -> None:
-        """Note when another worker asked last that lacks some of its share of a queue."""
-        if at is not None:
-            self._wanted_at[queue] = at
+    def was_wanted(self, queue: str) -> bool:
+        """Whether another worker lacked some of its share of a queue when this one was told last: long ago, if tasks last."""
+        return queue in self._wanted_until
 
     def is_wanted(self, queue: str) -> bool:
-        """Whether another worker lacks some of its share of a queue."""
-        at = self._wanted_at.get(queue)
-        return at is not None and self._clock.monotonic(at) + _WANTED_FOR_S > time.monotonic()
+        """Whether another worker lacks some of its share of a queue now."""
+        return self._wanted_until.get(queue, 0.0) > time.monotonic()
+
+    def _told_of(self, queue: str, wanted_at: datetime | None) -> None:
+        until = 0.0 if wanted_at is None else self._clock.monotonic(wanted_at) + _WANTED_FOR_S
+        if until > time.monotonic():
+            self._wanted_until[queue] = until
+        else:
+            self._wanted_until.pop(queue, None)
 
     def has_idle(self, place: Place) -> bool:
         """Whether one of exactly this place is held and not used."""
@@ -258,7 +263,7 @@ class Slots:
                         logger.debug("the slots of queue %s could not be kept (%s)", queue, type(error).__name__)
                         return places, _TOLD_EVERY_S
                     self.told(said, kept.held, kept.until)
-                    self.wanted(queue, kept.wanted_at)
+                    self._told_of(queue, kept.wanted_at)
             places |= given_back
         if self._idle:
             return places, _IDLE_S
