@@ -283,6 +283,11 @@ async def test_what_another_lacks_is_left_to_it_though_tasks_last_long(
             ends[begun[0]].set()
             await eventually(lambda: held.was_wanted(QUEUE))
             await eventually(lambda: len(first.running) == 2 and not held.is_wanted(QUEUE))
+            # Nothing to give back in the place, for example since a slot has expired: then it is asked again, as ever.
+            waiting = parts_of(first).limits
+            await eventually(lambda: PLACE in waiting._shut)
+            waiting._use_room(PLACE)
+            assert PLACE not in waiting._shut
             monkeypatch.setattr(slots, "_WANTED_FOR_S", 3_600.0)  # so that it does not ask again
             ends[begun[1]].set()
             await eventually(lambda: held.count(*PLACE) == 1)

@@ -600,7 +600,7 @@ class Limits:
     def _use_room(self, place: Place) -> None:
         """Try the best of those that wait for the room that has just become free."""
         parked = self._parked.get(place)
-        if self._slots.was_wanted(place[0]) and self._left_of_share(place[0]) < 0:
+        if self._slots.has_idle(place) and self._slots.was_wanted(place[0]) and self._left_of_share(place[0]) < 0:
             self._slots.give_back(place)
         elif parked and place in self._shut and self._promise(place):
             # The slot is in hand, and the place stays shut for the others.

@@ -1,9 +1,10 @@
 """Slots: room in limited queues that this worker has booked. A slot is used for one task after another, then given back.
 
 So a limit costs little while work waits: a worker that ends a task has the slot for the next one in hand, and asks nobody. Now
-and then the worker writes down what its slots are used for (`store/queues/limits.py`). Slots that it does not use it gives
-back, since other workers may wait for the room. If the worker dies, its slots expire. If it only lost track of one (an outcome
-or a claim was not answered), it forgets the slot, and a worker that finds no live entry for it frees it.
+and then the worker writes down what its slots are used for (`store/queues/limits.py`), and is told whether another lacks some
+of its share. Slots that it does not use it gives back, since other workers may wait for the room. If the worker dies, its slots
+expire. If it only lost track of one (an outcome or a claim was not answered), it forgets the slot, and a worker that finds no
+live entry for it frees it.
 """
 
 from __future__ import annotations
