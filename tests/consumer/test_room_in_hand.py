@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from taskmesh import Consumer, TaskMesh, current_task
-from taskmesh.consumer.candidates import limits, slots
+from taskmesh.consumer.candidates import limits, slots, tasks_for_room
 from taskmesh.consumer.candidates.backup_claims import BackupClaims
 from taskmesh.consumer.candidates.claim_queue import ClaimQueue
 from taskmesh.consumer.candidates.limits import Limits
@@ -79,10 +79,15 @@ async def publish_in_other_lanes(task: Any, holder: Consumer, monkeypatch: pytes
 
     monkeypatch.setattr(Scanner, "_help_others", helps_nobody)
     monkeypatch.setattr(BackupClaims, "add", lambda *_, **__: None)
-    lane = parts_of(holder).partitions.place
-    keys = [key for key in (f"k{n}" for n in range(60)) if lane(f"work:{key}", QUEUE) == 1]
+    keys = keys_in_lanes(holder, 1)
     await task.publish_many({key: {} for key in keys})
     return keys
+
+
+def keys_in_lanes(consumer: Consumer, place: int) -> list[str]:
+    """Return keys of tasks for which so many workers come before this one."""
+    lane = parts_of(consumer).partitions.place
+    return [key for key in (f"k{n}" for n in range(60)) if lane(f"work:{key}", QUEUE) == place]
 
 
 @pytest.mark.parametrize("running", [1, 4])
@@ -145,6 +150,31 @@ async def test_what_others_have_taken_is_not_tried_one_after_the_other(
         work.may_end.set()
         await eventually(lambda: work.ran and work.ran[-1][0] == "last")
         assert parts_of(holder).claimer.tried - tried < 10
+
+
+@pytest.mark.parametrize("old", [False, True])
+async def test_of_what_is_found_for_room_those_in_the_lanes_of_others_come_last_or_few_at_a_time(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, old: bool
+) -> None:
+    """If all who have room began with the oldest, they would take them from each other."""
+    monkeypatch.setattr(tasks_for_room, "_LEFT_TO_OTHERS", timedelta(0) if old else timedelta(hours=1))
+    monkeypatch.setattr(limits, "_PARKED_AT_MOST", 3)
+    async with held_by_one(mesh, monkeypatch) as (work, task, holder):
+        theirs = await publish_in_other_lanes(task, holder, monkeypatch)
+        ours = keys_in_lanes(holder, 0)
+        await task.publish_many({key: {} for key in ours})
+        waiting = parts_of(holder).limits
+        await eventually(lambda: len(waiting._parked.get(PLACE, ())) == 3 and PLACE in waiting._turned_away)
+        monkeypatch.setattr(ClaimQueue, "begin_scan", lambda _: 0)
+        work.may_end.set()
+        await eventually(lambda: len(work.ran) == 1 + len(ours) + len(theirs))
+    ran = [key for key, _ in work.ran[4:]]
+    if old:
+        assert set(ran[:2]) <= set(theirs)
+        assert ran[2] in ours
+    else:
+        assert set(ran[: len(ours) - 3]) <= set(ours)
+    assert min(len(ours), len(theirs)) > 10
 
 
 @pytest.mark.parametrize("dropped", ["since others have taken one", "since there are too many"])

@@ -51,7 +51,7 @@ _TRIED_AT_ONCE = 64
 _OTHERS_APART_S = 0.02
 """How far apart, on average, workers ask that had no share of a rate. All at once they would only hold up one another."""
 _FEW_EACH = 2
-"""Where no more tasks than this may run for each worker, whoever has room in hand takes the oldest task of any lane."""
+"""Where no more tasks than this may run for each worker, whoever has room in hand takes tasks of any lane."""
 _LACKED_FOR_S = 3.0
 """For how long a worker has less than its share, and asks in vain, before the others leave it that. In a trickle everybody has
 now more, now less, and room that changes hands is not used meanwhile."""

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from pymongo.errors import PyMongoError
@@ -34,6 +35,10 @@ logger = logging.getLogger("taskmesh.limits")
 
 _APART_S = 0.02
 """The pause between two looks: what is wanted meanwhile goes together."""
+_LEFT_TO_OTHERS = timedelta(seconds=0.5)
+"""How long the tasks in the lanes of other workers are left to them, while there are any in those of this one."""
+_MOST_LEFT = 2
+"""How many of those that they have left for longer are taken at a time."""
 _OTHERS_APART_S = 0.3
 """How far apart looks at the rarer kinds of tasks are. Where many queues are limited, some queue has room all the time."""
 _OTHER_SORTS: tuple[Sort, ...] = ("named", "labelled", "shared")
@@ -124,10 +129,26 @@ class TasksForRoom:
                 more.add((look.queue, look.group))
         # Nothing is awaited from here on, so that the best goes first.
         for place, rows in found.items():
-            lane = 0 if self._limits.takes_all(place) else None
-            brought = self._backup_claims.offer_found(rows, place=lane, has_room=True)
-            self._limits.looked_at(place, brought=brought > 0, more=place in more)
+            takes_all = self._limits.takes_all(place)
+            offered = self._ours_first(rows) if takes_all else rows
+            brought = self._backup_claims.offer_found(offered, place=0 if takes_all else None, has_room=True)
+            self._limits.looked_at(place, brought=brought > 0, more=place in more or len(offered) < len(rows))
         self._candidates.ready.set()
+
+    def _ours_first(self, rows: list[Claimable]) -> list[Claimable]:
+        """Return those in this worker's lanes, and few of those that others have left for a while; if there are none, all.
+
+        Others that have room here, too, look at the same tasks: if all began with the oldest, most claims would be lost.
+        """
+        ours: list[Claimable] = []
+        left: list[Claimable] = []
+        overdue = self._clock.now() - _LEFT_TO_OTHERS
+        for row in rows:
+            if not self._partitions.place(row.id, row.queue, row.needs, row.wanted):
+                ours.append(row)
+            elif row.next_claim_time < overdue and len(left) < _MOST_LEFT:
+                left.append(row)
+        return ours + left or rows
 
     async def _look_at_others(self, queues: Collection[str], narrowed_by: Mapping[str, Any]) -> None:
         """Look at tasks that name workers or need labels, and at running ones with room for more workers."""
