@@ -24,6 +24,7 @@ from taskmesh.consumer.candidates.claim_queue import NOTHING, ClaimQueue, Rank, 
 from taskmesh.consumer.candidates.groups import Groups
 from taskmesh.consumer.candidates.limits import Limits
 from taskmesh.consumer.candidates.listening import Listening
+from taskmesh.consumer.candidates.open_pages import OpenPages
 from taskmesh.consumer.candidates.partitions import Partitions
 from taskmesh.consumer.candidates.queues import ASK_AT_LEAST_EVERY_S, ASKERS_LOOK_AHEAD_MS, LOOK_AHEAD_MS, Queues
 from taskmesh.consumer.listener import Listener
@@ -36,6 +37,8 @@ from taskmesh.store import Store, apart
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.find import (
     Claimable,
+    Page,
+    Rest,
     ScanRange,
     Sort,
     fitting,
@@ -140,6 +143,7 @@ class Scanner:
         """Cursors behind tasks that this worker may not have, and when each was opened, by the server's clock."""
         self._read_to: dict[_Place, datetime] = {}
         """Where all that lies behind such tasks was read to the end once: the time up to which due tasks are known."""
+        self._open_pages = OpenPages()
         self._heads_refused: set[_Place] = set()
         """Where the last page was full, and contained nothing for this worker."""
         self._next_settle = self._next_sweep = self._next_payloads = 0.0
@@ -171,7 +175,8 @@ class Scanner:
                     self._told_outage = True
                 self._candidates.unread = True
                 await asyncio.sleep(0.2)
-            await self._rest(_PATIENCE_S if self._again_soon else varied(self._pause_s, 0.1))
+            pause_s = self._open_pages.left_s or self._pause_s
+            await self._rest(_PATIENCE_S if self._again_soon else varied(pause_s, 0.1))
 
     async def _rest(self, pause_s: float) -> None:
         """Wait for the next pass.
@@ -214,6 +219,8 @@ class Scanner:
             brought = any(self._backup_claims.offer_found([row], place=0) for row in left)
         if brought:
             self._candidates.ready.set()
+            if full:  # there may be more of them, before everything that a page continues
+                await self._open_pages.close()
         return bool(brought) or not full
 
     def _pause_after(self, brought: int) -> float:
@@ -236,15 +243,9 @@ class Scanner:
         self._narrowed_by = (
             await self._claim_filter.current() or {}
         )  # None: nothing is claimed for now, whatever is found
+        reads_on = self._may_read_on()
         self._count_taken(self._candidates.begin_scan(), now)
-        leases = now >= self._next_leases
-        await self._queues.look_for_due(now, self._horizon, leases=leases)
-        self._candidates.unread = False
-        brought = await self._scan()
-        if leases:
-            self._next_leases = now + self._partitions.in_turn(0.8 * SCAN_EVERY_S)
-            brought += await self._look_at_leases()
-        brought += await self._help_others(now)
+        brought = (await self._read_on() if reads_on else 0) or await self._scan_from_start(now)
         self.scans += 1
         self._candidates.scanned(brought, time.monotonic() - now)
         if brought:
@@ -259,6 +260,31 @@ class Scanner:
             # The stream is open for hints again before the next scan, so that nothing is missed in between.
             await self._want_hints(True)
         return brought
+
+    async def _scan_from_start(self, now: float) -> int:
+        """Look at everything. Return how many new candidates that brought."""
+        leases = now >= self._next_leases
+        await self._queues.look_for_due(now, self._horizon, leases=leases)
+        self._candidates.unread = False
+        brought = await self._scan()
+        if leases:
+            self._next_leases = now + self._partitions.in_turn(0.8 * SCAN_EVERY_S)
+            brought += await self._look_at_leases()
+        return brought + await self._help_others(now)
+
+    async def _read_on(self) -> int:
+        """Read the next pages of a backlog. Return how many new candidates that brought; 0: to be scanned from the start."""
+        pages = [page for page in await self._open_pages.next_pages() if page.rows]
+        if not pages or not self._candidates.may_read_on:  # it has missed something meanwhile
+            return 0
+        self._candidates.know_to(min(map(_end_of, pages)))
+        return self._backup_claims.offer_found(row for page in pages for row in page.rows)
+
+    def _may_read_on(self) -> bool:
+        """Whether to continue the last scan: few candidates are left, and it passed over none that this worker may have now."""
+        if not self._open_pages.left_s or not self._candidates.may_read_on or not self._candidates.runs_low():
+            return False
+        return not (self._narrowed_by or self._groups.any or self._limits.queues or self._limits.paused_groups)
 
     def _count_taken(self, taken: int, now: float) -> None:
         """Note how many candidates were taken since the last scan. The size of a page follows from their rate."""
@@ -324,22 +350,25 @@ class Scanner:
         """
         found: list[Claimable] = []
         full: list[tuple[ScanRange, Sort]] = []
+        rests: list[Rest] = []
         known_to: Rank | None = None
+        began = time.monotonic()
         looked_at, behind = self._queues.known - self._skip_closed(), set[str]()
         for what in self._ranges(own=True):
             for sort in _SORTS:
                 # Where the last page contained nothing for this worker, a small page is enough to see whether that has changed.
-                size = _PAGE_BESIDE if _place_of(what, sort) in self._heads_refused else self._page
-                page = await scan(self._store, self._me, what, size, sort)
+                refused = _place_of(what, sort) in self._heads_refused
+                size = _PAGE_BESIDE if refused else self._page
+                page = await scan(self._store, self._me, what, size, sort, to_continue=not refused)
                 # (No lane of the index tells which of the workers with these labels comes first.)
                 rows = page.rows if sort != "labelled" else [row for row in page.rows if self._is_mine(row)]
                 found += await self._fitting(rows)
                 if page.full:
                     behind.update(what.queues)
                     full.append((what, sort))
-                    # How many failures unread tasks have is unknown: some have none.
-                    last = max((rank_of(row, fail_cnt=0) for row in page.rows), default=NOTHING)
-                    known_to = last if known_to is None else min(known_to, last)
+                    known_to = _end_of(page) if known_to is None else min(known_to, _end_of(page))
+                    if page.rest is not None:
+                        rests.append(page.rest)
         await self._groups.note(looked_at - behind, full=False)
         if behind:
             await self._groups.note(behind, full=True)
@@ -348,6 +377,9 @@ class Scanner:
         brought = self._backup_claims.offer_found(found)
         if brought:
             self._heads_refused.clear()
+        await self._open_pages.keep(rests, began + SCAN_EVERY_S)
+        if not brought or len(rests) < len(full):  # all or none, in one order
+            await self._open_pages.close()
         if full:
             self._candidates.unread = True
             if not brought and not self._candidates.ready_count(time.monotonic()) and not self._mostly_known(found):
@@ -489,6 +521,13 @@ class Scanner:
                 break
         return brought
 
+    async def close(self) -> None:
+        """Let the server forget what was to be read on."""
+        await self._open_pages.close()
+        while self._behind:
+            _, cursor = self._behind.popitem()[1]
+            await cursor.close()
+
     async def _forget_old_cursors(self) -> None:
         """Close the oldest cursors when there are many: which workers are live, and on which queues, has changed since."""
         while len(self._behind) >= _MOST_CURSORS:
@@ -496,6 +535,12 @@ class Scanner:
             await cursor.close()
         while len(self._read_to) >= _MOST_CURSORS:
             del self._read_to[next(iter(self._read_to))]
+
+
+def _end_of(page: Page) -> Rank:
+    """Return up to where a page has every task."""
+    # How many failures unread tasks have is unknown: some have none.
+    return max((rank_of(row, fail_cnt=0) for row in page.rows), default=NOTHING)
 
 
 def _lane(row: Claimable) -> _Lane:

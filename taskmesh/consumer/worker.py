@@ -557,6 +557,8 @@ class Worker:
     async def close(self) -> None:
         """Give everything back."""
         self.listener.close()
+        with anyio.move_on_after(_TELL_WITHIN_S):
+            await self.scanner.close()
         self.limits.close()
         await self.slots.close()
         await self.pinger.stop()

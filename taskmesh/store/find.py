@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from inspect import isawaitable
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 from types import NoneType
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ KEY_FIELDS = dict.fromkeys(
 )
 _DUE_AT_MOST = 200
 _VALUES_MS = 300
+_BATCH = 1_000
 
 
 async def get(
@@ -177,19 +178,54 @@ class Page:
     rows: list[Claimable]
     full: bool
     """Whether it reached its limit: there may be more."""
+    rest: Rest | None = None
+    """What continues behind a full page, if that was asked for."""
 
 
-async def scan(store: Store, worker: Claimant | str, what: ScanRange, limit: int, sort: Sort = "waiting") -> Page:
-    """Return the first tasks of this sort that some worker may claim by then: by priority, time, order of publication."""
+@dataclass(slots=True, frozen=True)
+class Rest:
+    """A scan of waiting tasks that was left open behind a page."""
+
+    store: Store
+    worker: Claimant | str
+    cursor: Any
+    limit: int
+    """That of all pages: the driver would keep what it had read beyond it, and that would be outdated."""
+
+    async def next_page(self) -> Page:
+        """Return the next page, as of now. Raises `Strange`."""
+        found = await self.cursor.to_list(self.limit)
+        full = len(found) == self.limit
+        return Page(await judged(self.store, self.worker, found), full, self if full and self.cursor.alive else None)
+
+    async def close(self) -> None:
+        """Let the server forget it."""
+        await self.cursor.close()
+
+
+async def scan(
+    store: Store,
+    worker: Claimant | str,
+    what: ScanRange,
+    limit: int,
+    sort: Sort = "waiting",
+    *,
+    to_continue: bool = False,
+) -> Page:
+    """Return the first tasks of this sort that some worker may claim by then: by priority, time, order of publication.
+
+    `to_continue`: of waiting tasks, keep the cursor of a full page open. Its limit may be a little larger then.
+    """
     query = _scan_query(worker, what, sort)
     if sort != "waiting":
         rows = await read_claimable(store, worker, query, _ORDER[sort], limit=limit, hint=_INDEX[sort])
         return Page(rows, len(rows) == limit)
+    batches = ceil(limit / _BATCH)
+    batch = ceil(limit / batches)
 
     async def read(query: Document) -> Page:
-        cursor = _keys_in_order(store, query, limit=limit, batch_size=min(limit, 1000))
-        found = await cursor.to_list(None)
-        return Page(await judged(store, worker, found), len(found) == limit)
+        cursor = _keys_in_order(store, query, batch_size=batch, limit=0 if to_continue else limit)
+        return await Rest(store, worker, cursor, batches * batch if to_continue else limit).next_page()
 
     return await past_strangers(store, query, read)
 

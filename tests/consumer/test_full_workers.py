@@ -40,14 +40,14 @@ async def test_two_full_workers_lose_few_claims_to_each_other(mesh: TaskMesh) ->
 
 
 class _Cursors(CommandListener):
-    """How often somebody began to read tasks without end."""
+    """How often somebody began to read behind tasks that were refused."""
 
     def __init__(self) -> None:
         self.opened = 0
 
     def started(self, event: CommandStartedEvent) -> None:
         if event.command_name == "find" and event.command["find"] == "tasks" and "batchSize" in event.command:
-            self.opened += "limit" not in event.command and "hint" in event.command
+            self.opened += "$and" in event.command["filter"] and "hint" in event.command
 
     def failed(self, event: CommandFailedEvent) -> None: ...
     def succeeded(self, event: CommandSucceededEvent) -> None: ...

@@ -143,8 +143,8 @@ async def test_m8_what_a_scan_saw_before_a_task_failed_does_not_put_it_before_fr
     """Answers come so late that much of what they tell of has run and failed meanwhile."""
     ran: list[tuple[int, str]] = []
 
-    async def late_scan(*args: Any) -> Page:
-        page = await scan(*args)
+    async def late_scan(*args: Any, **options: Any) -> Page:
+        page = await scan(*args, **options)
         await asyncio.sleep(0.15)
         return page
 

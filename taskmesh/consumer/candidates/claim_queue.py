@@ -102,6 +102,8 @@ class ClaimQueue:
         """When a scan for want of candidates pays again (monotonic)."""
         self._known_to: Rank | None = NOTHING
         """The rank up to which every due task is known here. None: all are known."""
+        self._forgot = True
+        """Whether any of those were dropped or missed since the last scan began, so that only one from the start finds them."""
         self._behind: dict[str, Candidate] = {}
         """Candidates beyond that rank. They wait for a scan, so that they do not overtake tasks that were never offered here."""
 
@@ -222,6 +224,7 @@ class ClaimQueue:
 
     def discard_queues(self, closed: Any) -> None:
         """Forget the candidates of queues from which nothing may be claimed. A scan finds them again."""
+        self._forgot = True
         for candidate in [c for c in (*self._held.values(), *self._behind.values()) if c.queue in closed]:
             self.discard(candidate.id)
 
@@ -267,6 +270,7 @@ class ClaimQueue:
         """Note that there may be tasks that were never offered here: no newer task goes first until a scan has looked."""
         self.unread = True
         self._known_to = NOTHING
+        self._forgot = True
 
     def know_to(self, rank: Rank | None) -> None:
         """Note the rank up to which a scan has seen every due task. None: it has seen all."""
@@ -274,6 +278,11 @@ class ClaimQueue:
         behind, self._behind = self._behind, {}
         if sum(map(self.offer, behind.values())):
             self.ready.set()
+
+    @property
+    def may_read_on(self) -> bool:
+        """Whether a scan may continue where the last one ended: all that stands before is known here, or was taken."""
+        return self._known_to is not None and self._known_to != NOTHING and not self._forgot
 
     @property
     def unread_priority(self) -> int | None:
@@ -291,8 +300,10 @@ class ClaimQueue:
 
     def scanned(self, brought: int, took_s: float) -> None:
         """Note how many candidates a scan has brought. Few: most of what it passed over has no room, or was taken by others."""
-        little = brought < self._low
-        self._next_for_more = time.monotonic() + (_REST * took_s if little else 0.0)
+        low = self.runs_low()
+        self._next_for_more = time.monotonic() + (_REST * took_s if low and brought < self._low else 0.0)
+        if not low and not self._forgot:
+            self.scan_wanted.clear()  # that was before these came
 
     @property
     def _low(self) -> int:
@@ -304,7 +315,7 @@ class ClaimQueue:
         Return how many candidates were taken since the last scan began.
         """
         taken = len(self._taken)
-        self.overflowed = False
+        self.overflowed = self._forgot = False
         self._taken = set(self.being_claimed)
         self._came_back = set()
         return taken
@@ -356,6 +367,7 @@ class ClaimQueue:
         self._ready = ready[:limit]
         if len(ready) > limit:
             self._known_to = ready[limit - 1][0]
+            self._forgot = True
         later = sorted(entry for entry in self._later if self._held.get(entry[2].id) is entry[2])
         self._later = later[: limit - len(self._ready)]
         self._held = {entry[2].id: entry[2] for entry in (*self._ready, *self._later)}

@@ -1,0 +1,181 @@
+"""A backlog is read page by page, and from its start once a second: nothing is read again and again, or passed over for good."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from pymongo import AsyncMongoClient
+from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
+
+from taskmesh import TaskMesh
+from taskmesh.consumer import scanner
+from taskmesh.consumer.candidates import claim_queue
+from tests.faults import failing_commands
+from tests.waiting import eventually
+from tests.working import parts_of, working
+
+NEVER_S = 3_600.0
+PAGE = 1_000
+
+
+class _Reads(CommandListener):
+    """How many rows scans of a backlog have read, and which of their cursors are open."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.cursors: set[int] = set()
+        self._asked: dict[int, int] = {}
+
+    def started(self, event: CommandStartedEvent) -> None:
+        command = event.command
+        if (
+            event.command_name == "find"
+            and command.get("hint") == "taskmesh_waiting_in_order"
+            and "limit" not in command
+        ):
+            self._asked[event.request_id] = 0
+        elif event.command_name == "getMore" and command["getMore"] in self.cursors:
+            self._asked[event.request_id] = command["getMore"]
+        elif event.command_name == "killCursors":
+            self.cursors.difference_update(command["cursors"])
+
+    def succeeded(self, event: CommandSucceededEvent) -> None:
+        if event.request_id in self._asked:
+            cursor = event.reply["cursor"]
+            self.rows += len(cursor.get("firstBatch", cursor.get("nextBatch", ())))
+            self.cursors.discard(self._asked[event.request_id])
+            self.cursors.update({cursor["id"]} - {0})
+
+    def failed(self, event: CommandFailedEvent) -> None: ...
+
+
+@pytest.fixture
+async def watched(mongo_uri: str, database: str) -> AsyncIterator[tuple[TaskMesh, _Reads]]:
+    """A mesh whose scans are counted."""
+    reads = _Reads()
+    async with (
+        AsyncMongoClient[dict[str, Any]](mongo_uri, event_listeners=[reads]) as client,
+        TaskMesh(client, database=database) as mesh,
+    ):
+        yield mesh, reads
+
+
+async def test_a_backlog_is_read_once_and_what_comes_meanwhile_is_found_behind_it(
+    watched: tuple[TaskMesh, _Reads], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scanner, "SCAN_EVERY_S", NEVER_S)
+    mesh, reads = watched
+    count, more = 6 * PAGE + PAGE // 2, PAGE // 2
+
+    @mesh.task
+    async def job() -> None: ...
+
+    await job.publish_many({f"k{n}": {} for n in range(count)})
+    async with working(mesh, "w", concurrency=50, listen=False) as consumer:
+        await eventually(lambda: consumer.finished > PAGE)
+        await job.publish_many({f"later{n}": {} for n in range(more)})
+        await eventually(lambda: consumer.finished == count + more)
+        assert reads.rows < (count + more) * 1.1
+        await job.publish_many({f"last{n}": {} for n in range(2 * PAGE)})
+        await eventually(lambda: consumer.finished > count + more)
+        await eventually(lambda: bool(reads.cursors))
+    assert not reads.cursors, "none is left open on the server"
+
+
+async def test_what_stands_before_an_open_page_is_found_while_there_is_more_behind_it(mesh: TaskMesh) -> None:
+    """A task that was for another worker is for anybody now, and this worker does not hear of it."""
+    ran: list[str] = []
+    count = 15_000
+
+    @mesh.task
+    async def job(key: str) -> None:
+        ran.append(key)
+        await asyncio.sleep(0.02)
+
+    await job.configure(specific_worker_ids=["another"]).publish("first", key="first")
+    await job.publish_many({f"k{n}": {"key": f"k{n}"} for n in range(count)})
+    async with working(mesh, "w", concurrency=100, listen=False):
+        await eventually(lambda: len(ran) > 2 * PAGE)
+        await mesh.set_option("job", "first", specific_worker_ids=[])
+        # Without sleeping, 15 000 would take 100 slots three seconds, so they are scanned from the start twice at least.
+        await eventually(lambda: "first" in ran)
+    assert ran.index("first") < 0.8 * count
+
+
+async def test_urgent_tasks_that_are_more_than_one_look_finds_go_before_the_rest_of_the_page(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scanner, "SCAN_EVERY_S", NEVER_S)
+    ran: list[str] = []
+    count, urgent = 4 * PAGE, 300
+
+    @mesh.task
+    async def job(key: str) -> None:
+        ran.append(key)
+        await asyncio.sleep(0.01)
+
+    await job.publish_many({f"k{n}": {"key": "usual"} for n in range(count)})
+    async with working(mesh, "w", concurrency=10, listen=False):
+        await eventually(lambda: len(ran) > PAGE)
+        await job.configure(priority=5).publish_many({f"u{n}": {"key": "urgent"} for n in range(urgent)})
+        await eventually(lambda: ran.count("urgent") == urgent)
+    assert len(ran) < count, "not at its end"
+
+
+async def test_what_had_to_be_dropped_for_want_of_memory_keeps_its_place(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scanner, "SCAN_EVERY_S", NEVER_S)
+    monkeypatch.setattr(scanner, "_USUAL_PAGE", 20)
+    monkeypatch.setattr(claim_queue, "queue_limit", lambda _: 30)
+    ran: list[int] = []
+    held, go_on = asyncio.Event(), asyncio.Event()
+
+    @mesh.task
+    async def job(place: int) -> None:
+        ran.append(place)
+        if len(ran) == 30:
+            held.set()
+            await go_on.wait()
+
+    await job.publish_many({f"k{n * 37 % 101}": {"place": n} for n in range(101)})
+    async with working(mesh, "w", concurrency=1) as consumer:
+        await held.wait()
+        candidates = parts_of(consumer).candidates
+        await job.configure(priority=1).publish_many({f"urgent{n}": {"place": -1} for n in range(40)})
+        await eventually(lambda: candidates.overflowed, what="some were dropped")
+        go_on.set()
+        await eventually(lambda: len(ran) == 141)
+    usual = [place for place in ran if place >= 0]
+    assert usual == sorted(usual)
+
+
+@pytest.mark.parametrize("how", [{"errorCode": 43}, {"errorCode": 237}, {"closeConnection": True}])
+async def test_a_page_that_cannot_be_continued_is_read_from_the_start(
+    mesh: TaskMesh,
+    mongo_uri: str,
+    database: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    how: dict[str, Any],
+) -> None:
+    """As after a failover: the cursor is gone (43), killed (237), or the connection is."""
+    monkeypatch.setattr(scanner, "SCAN_EVERY_S", NEVER_S)
+    count = 4 * PAGE
+
+    @mesh.task
+    async def job() -> None: ...
+
+    await job.publish_many({f"k{n}": {} for n in range(count)})
+    with caplog.at_level(logging.WARNING, "taskmesh.scanner"):
+        async with (
+            failing_commands(mongo_uri, ["getMore"], times=1, namespace=f"{database}.tasks", **how) as has_failed,
+            working(mesh, "w", concurrency=50) as consumer,
+        ):
+            await has_failed()
+            await eventually(lambda: consumer.finished == count)
+    assert not caplog.records, "nobody has to act"
