@@ -219,8 +219,9 @@ class Scanner:
             brought = any(self._backup_claims.offer_found([row], place=0) for row in left)
         if brought:
             self._candidates.ready.set()
-            if full:  # there may be more of them, before everything that a page continues
+            if full:  # there may be more of them
                 await self._open_pages.close()
+                self._candidates.scan_wanted.set()
         return bool(brought) or not full
 
     def _pause_after(self, brought: int) -> float:
@@ -277,12 +278,13 @@ class Scanner:
         pages = [page for page in await self._open_pages.next_pages() if page.rows]
         if not pages or not self._candidates.may_read_on:  # it has missed something meanwhile
             return 0
-        self._candidates.know_to(min(map(_end_of, pages)))
+        # (What is at its end tells nothing of what comes later elsewhere.)
+        self._candidates.know_to(min(map(_end_of, [page for page in pages if page.rest is not None] or pages)))
         return self._backup_claims.offer_found(row for page in pages for row in page.rows)
 
     def _may_read_on(self) -> bool:
-        """Whether to continue the last scan: few candidates are left, and it passed over none that this worker may have now."""
-        if not self._open_pages.left_s or not self._candidates.may_read_on or not self._candidates.runs_low():
+        """Whether to continue the last scan: it passed over nothing that this worker may have by now."""
+        if not self._open_pages.left_s or not self._candidates.may_read_on:
             return False
         return not (self._narrowed_by or self._groups.any or self._limits.queues or self._limits.paused_groups)
 

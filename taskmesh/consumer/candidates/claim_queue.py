@@ -224,7 +224,6 @@ class ClaimQueue:
 
     def discard_queues(self, closed: Any) -> None:
         """Forget the candidates of queues from which nothing may be claimed. A scan finds them again."""
-        self._forgot = True
         for candidate in [c for c in (*self._held.values(), *self._behind.values()) if c.queue in closed]:
             self.discard(candidate.id)
 
@@ -361,6 +360,7 @@ class ClaimQueue:
 
         What is worse than a dropped one counts as unknown.
         """
+        self._ripen(time.monotonic())
         grouped = self._drop_most_of_groups(limit // 2)
         limit -= len(grouped)
         ready = sorted(entry for entry in self._ready if self._held.get(entry[2].id) is entry[2])

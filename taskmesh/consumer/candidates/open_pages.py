@@ -44,16 +44,11 @@ class OpenPages:
 
     async def next_pages(self) -> list[Page]:
         """Read the next page of each. Return none if that is not possible, as after a failover."""
-        rests, self._rests = self._rests, ()
         try:
-            pages = [await rest.next_page() for rest in rests]
+            pages = [await rest.next_page() for rest in self._rests]
         except (PyMongoError, Strange) as error:
             logger.debug("could not continue a scan (%s): scanning from the start", type(error).__name__)
-            pages = []
-        left = [page.rest for page in pages if page.rest is not None]
-        if len(left) == len(rests):
-            self._rests = left
-        else:  # one is at its end, and what has come since the scan began was not in it
-            for rest in rests:
-                await rest.close()
+            await self.close()
+            return []
+        self._rests = [page.rest for page in pages if page.rest is not None]
         return pages
