@@ -244,7 +244,7 @@ class Scanner:
         self._narrowed_by = (
             await self._claim_filter.current() or {}
         )  # None: nothing is claimed for now, whatever is found
-        reads_on = self._may_read_on()
+        reads_on = self._open_pages.left_s > 0 and self._candidates.may_read_on
         self._count_taken(self._candidates.begin_scan(), now)
         brought = (await self._read_on() if reads_on else 0) or await self._scan_from_start(now)
         self.scans += 1
@@ -276,17 +276,11 @@ class Scanner:
     async def _read_on(self) -> int:
         """Read the next pages of a backlog. Return how many new candidates that brought; 0: to be scanned from the start."""
         pages = [page for page in await self._open_pages.next_pages() if page.rows]
-        if not pages or not self._candidates.may_read_on:  # it has missed something meanwhile
+        found = await self._fitting([row for page in pages for row in page.rows])
+        if not found or not self._candidates.may_read_on:  # it has missed something meanwhile
             return 0
-        # (What is at its end tells nothing of what comes later elsewhere.)
-        self._candidates.know_to(min(map(_end_of, [page for page in pages if page.rest is not None] or pages)))
-        return self._backup_claims.offer_found(row for page in pages for row in page.rows)
-
-    def _may_read_on(self) -> bool:
-        """Whether to continue the last scan: it passed over nothing that this worker may have by now."""
-        if not self._open_pages.left_s or not self._candidates.may_read_on:
-            return False
-        return not (self._narrowed_by or self._groups.any or self._limits.queues or self._limits.paused_groups)
+        self._candidates.know_to(min(map(_end_of, pages)))
+        return self._backup_claims.offer_found(found)
 
     def _count_taken(self, taken: int, now: float) -> None:
         """Note how many candidates were taken since the last scan. The size of a page follows from their rate."""
@@ -380,7 +374,7 @@ class Scanner:
         if brought:
             self._heads_refused.clear()
         await self._open_pages.keep(rests, began + SCAN_EVERY_S)
-        if not brought or len(rests) < len(full):  # all or none, in one order
+        if len(rests) < len(full):  # what cannot be read on may go before what is behind the others
             await self._open_pages.close()
         if full:
             self._candidates.unread = True

@@ -15,8 +15,7 @@ from taskmesh import TaskMesh
 from taskmesh.consumer import scanner
 from taskmesh.consumer.candidates import claim_queue
 from taskmesh.consumer.worker import Consumer
-from taskmesh.store import find
-from taskmesh.store.find import Page
+from taskmesh.store.find import Page, Rest
 from tests.faults import failing_commands
 from tests.waiting import eventually
 from tests.working import parts_of, working
@@ -116,7 +115,6 @@ async def test_urgent_tasks_that_are_more_than_one_look_finds_go_before_the_rest
     @mesh.task
     async def job(key: str) -> None:
         ran.append(key)
-        await asyncio.sleep(0.01)
 
     await job.publish_many({f"k{n}": {"key": "usual"} for n in range(count)})
     async with working(mesh, "w", concurrency=10, listen=False):
@@ -124,38 +122,73 @@ async def test_urgent_tasks_that_are_more_than_one_look_finds_go_before_the_rest
         await job.configure(priority=5).publish_many({f"u{n}": {"key": "urgent"} for n in range(urgent)})
         await eventually(lambda: ran.count("urgent") == urgent)
     first, last = ran.index("urgent"), max(n for n, key in enumerate(ran) if key == "urgent")
-    # Looks alone bring 50 each tenth of a second, in which half of the tasks that start are usual ones.
+    # Looks alone bring 50 each tenth of a second, in which more than twice as many start.
     assert ran[first:last].count("usual") < urgent / 4
 
 
+@pytest.mark.parametrize("read", [1, 2], ids=["from the start", "the next page"])
 async def test_a_scan_that_is_asked_for_during_another_begins_from_the_start(
-    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, read: int
 ) -> None:
     """As after a gap in the stream: what came in between is in neither."""
     monkeypatch.setattr(scanner, "SCAN_EVERY_S", NEVER_S)
     monkeypatch.setattr(scanner, "_URGENT_EVERY_S", NEVER_S)
     ran: list[str] = []
     consumers: list[Consumer] = []
-    missed: list[Page] = []
+    pages: list[Page] = []
+    original = Rest.next_page
 
     @mesh.task
     async def job(key: str) -> None:
         ran.append(key)
 
-    async def scan_and_miss(*args: Any, **options: Any) -> Page:
-        page = await find.scan(*args, **options)
-        if page.full and not missed:
-            missed.append(page)
-            await job.configure(priority=5).publish("urgent", key="urgent")
-            parts_of(consumers[0]).candidates.order_scan()
+    async def read_and_miss(self: Rest) -> Page:
+        page = await original(self)
+        if page.full:
+            pages.append(page)
+            if len(pages) == read:
+                await job.configure(priority=5).publish("urgent", key="urgent")
+                parts_of(consumers[0]).candidates.order_scan()
         return page
 
-    monkeypatch.setattr(scanner, "scan", scan_and_miss)
+    monkeypatch.setattr(Rest, "next_page", read_and_miss)
     async with working(mesh, "w", concurrency=10, listen=False) as consumer:
         consumers.append(consumer)
-        await job.publish_many({f"k{n}": {"key": "usual"} for n in range(3 * PAGE)})
+        await job.publish_many({f"k{n}": {"key": "usual"} for n in range(4 * PAGE)})
         await eventually(lambda: "urgent" in ran)
-    assert ran.index("urgent") < PAGE
+    assert ran.index("urgent") < read * PAGE
+
+
+async def test_the_next_page_is_narrowed_by_the_hook_on_claim(mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scanner, "SCAN_EVERY_S", NEVER_S)
+    count = 6 * PAGE
+
+    @mesh.task
+    async def job(place: int) -> None: ...
+
+    await job.publish_many({f"k{n}": {"place": n} for n in range(count)})
+    async with working(mesh, "w", concurrency=50, on_claim=lambda _: {"params.place": {"$mod": [2, 0]}}) as consumer:
+        await eventually(lambda: consumer.finished == count / 2)
+        claimer = parts_of(consumer).claimer
+        assert claimer.tried == claimer.won == count / 2
+
+
+async def test_tasks_that_name_the_worker_keep_their_place_among_those_for_anybody(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scan of these cannot be read on."""
+    monkeypatch.setattr(scanner, "SCAN_EVERY_S", NEVER_S)
+    monkeypatch.setattr(scanner, "_USUAL_PAGE", 20)
+    ran: list[int] = []
+
+    @mesh.task
+    async def job(place: int) -> None:
+        ran.append(place)
+
+    await job.configure(specific_worker_ids=["w"]).publish_many({f"n{n}": {"place": n} for n in range(70)})
+    await job.publish_many({f"k{n}": {"place": 70 + n} for n in range(70)})
+    await mesh.consumer(worker_id="w", concurrency=1).run(until_idle=True)
+    assert ran == list(range(140))
 
 
 async def test_what_had_to_be_dropped_for_want_of_memory_keeps_its_place(
@@ -182,6 +215,7 @@ async def test_what_had_to_be_dropped_for_want_of_memory_keeps_its_place(
         await eventually(lambda: candidates.overflowed, what="some were dropped")
         go_on.set()
         await eventually(lambda: len(ran) == 141)
+    assert ran[30:70] == 40 * [-1], "not these are dropped for the others"
     usual = [place for place in ran if place >= 0]
     assert usual == sorted(usual)
 
