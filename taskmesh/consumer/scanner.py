@@ -355,7 +355,8 @@ class Scanner:
                 # Where the last page contained nothing for this worker, a small page is enough to see whether that has changed.
                 refused = _place_of(what, sort) in self._heads_refused
                 size = _PAGE_BESIDE if refused else self._page
-                page = await scan(self._store, self._me, what, size, sort, to_continue=not refused)
+                to_continue = not refused and not self._groups.any  # groups are read one by one
+                page = await scan(self._store, self._me, what, size, sort, to_continue=to_continue)
                 # (No lane of the index tells which of the workers with these labels comes first.)
                 rows = page.rows if sort != "labelled" else [row for row in page.rows if self._is_mine(row)]
                 found += await self._fitting(rows)
