@@ -1,8 +1,8 @@
 """The scanner: looks for claimable tasks in the database. The stream brings hints; what the scanner finds is reliable.
 
-It scans at the start, after every gap in the stream, whenever the claim queue runs low while there is more work, and once a
-second as a safety net: that finds what no event announced, leases that ran out, and delayed tasks that are about to start.
-Between two scans of a backlog it looks for tasks that are more urgent than all of that.
+It scans at the start, after every gap in the stream, and once a second as a safety net: that finds what no event announced,
+leases that ran out, and delayed tasks that are about to start. Of a backlog it reads a page; when the claim queue runs low, it
+reads the next one. Meanwhile it looks for tasks that are more urgent than all of that.
 """
 
 from __future__ import annotations
