@@ -220,8 +220,7 @@ class Scanner:
         if brought:
             self._candidates.ready.set()
             if full:  # there may be more of them
-                await self._open_pages.close()
-                self._candidates.scan_wanted.set()
+                self._candidates.order_scan()
         return bool(brought) or not full
 
     def _pause_after(self, brought: int) -> float:
@@ -277,7 +276,7 @@ class Scanner:
         """Read the next pages of a backlog. Return how many new candidates that brought; 0: to be scanned from the start."""
         pages = [page for page in await self._open_pages.next_pages() if page.rows]
         found = await self._fitting([row for page in pages for row in page.rows])
-        if not found or not self._candidates.may_read_on:  # it has missed something meanwhile
+        if not found:
             return 0
         self._candidates.know_to(min(map(_end_of, pages)))
         return self._backup_claims.offer_found(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStart
 from taskmesh import TaskMesh
 from taskmesh.consumer import scanner
 from taskmesh.consumer.candidates import claim_queue
+from taskmesh.consumer.candidates.claim_queue import Candidate
 from taskmesh.consumer.worker import Consumer
 from taskmesh.store.find import Page, Rest
 from tests.faults import failing_commands
@@ -215,9 +217,43 @@ async def test_what_had_to_be_dropped_for_want_of_memory_keeps_its_place(
         await eventually(lambda: candidates.overflowed, what="some were dropped")
         go_on.set()
         await eventually(lambda: len(ran) == 141)
-    assert ran[30:70] == 40 * [-1], "not these are dropped for the others"
     usual = [place for place in ran if place >= 0]
     assert usual == sorted(usual)
+
+
+def _candidates(count: int, priority: int) -> list[Candidate]:
+    now = time.monotonic()
+    return [Candidate(f"job:{priority}-{n}", "default", now, now, n, priority) for n in range(count)]
+
+
+async def test_of_more_than_it_may_keep_a_worker_drops_what_is_least_urgent(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job() -> None: ...
+
+    async with working(mesh, "w", concurrency=1) as consumer:
+        candidates, usual, urgent = parts_of(consumer).candidates, _candidates(5_500, 0), _candidates(1_000, 5)
+        # Nothing is awaited, so nobody else takes any.
+        candidates.know_to(None)
+        assert all(map(candidates.offer, usual))
+        candidates.ready_count(time.monotonic())
+        assert all(map(candidates.offer, urgent))
+        assert candidates.take(1_000, time.monotonic()) == urgent
+        assert len(candidates) < 5_500, "some were dropped"
+
+
+async def test_a_scan_that_found_little_while_there_was_enough_delays_none(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job() -> None: ...
+
+    async with working(mesh, "w", concurrency=100) as consumer:
+        candidates = parts_of(consumer).candidates
+        candidates.know_to(None)
+        assert all(map(candidates.offer, _candidates(1_000, 0)))
+        candidates.unread = True
+        candidates.scanned(1, took_s=60.0)
+        assert len(candidates.take(1_000, time.monotonic())) == 1_000
+        candidates.want_more()
+        assert candidates.scan_wanted.is_set()
 
 
 @pytest.mark.parametrize("how", [{"errorCode": 43}, {"errorCode": 237}, {"closeConnection": True}])
