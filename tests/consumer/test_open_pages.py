@@ -247,10 +247,12 @@ async def test_a_scan_that_found_little_while_there_was_enough_delays_none(mesh:
 
     async with working(mesh, "w", concurrency=100) as consumer:
         candidates = parts_of(consumer).candidates
+        candidates.begin_scan()
         candidates.know_to(None)
         assert all(map(candidates.offer, _candidates(1_000, 0)))
         candidates.unread = True
         candidates.scanned(1, took_s=60.0)
+        assert not candidates.scan_wanted.is_set()
         assert len(candidates.take(1_000, time.monotonic())) == 1_000
         candidates.want_more()
         assert candidates.scan_wanted.is_set()
