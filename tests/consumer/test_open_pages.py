@@ -74,9 +74,15 @@ async def test_a_backlog_is_read_once_and_what_comes_meanwhile_is_found_behind_i
     monkeypatch.setattr(scanner, "SCAN_EVERY_S", NEVER_S)
     mesh, reads = watched
     count, more = 6 * PAGE + PAGE // 2, PAGE // 2
+    started: list[str] = []
 
     @mesh.task
     async def job() -> None: ...
+
+    @mesh.task
+    async def lasting() -> None:
+        started.append("")
+        await asyncio.Event().wait()
 
     await job.publish_many({f"k{n}": {} for n in range(count)})
     async with working(mesh, "w", concurrency=50, listen=False) as consumer:
@@ -84,9 +90,9 @@ async def test_a_backlog_is_read_once_and_what_comes_meanwhile_is_found_behind_i
         await job.publish_many({f"later{n}": {} for n in range(more)})
         await eventually(lambda: consumer.finished == count + more)
         assert reads.rows < (count + more) * 1.1
-        await job.publish_many({f"last{n}": {} for n in range(2 * PAGE)})
-        await eventually(lambda: consumer.finished > count + more)
-        await eventually(lambda: bool(reads.cursors))
+        await lasting.publish_many({f"k{n}": {} for n in range(2 * PAGE)})
+        await eventually(lambda: len(started) == 50)
+        assert reads.cursors
     assert not reads.cursors, "none is left open on the server"
 
 
@@ -171,8 +177,7 @@ async def test_the_next_page_is_narrowed_by_the_hook_on_claim(mesh: TaskMesh, mo
     await job.publish_many({f"k{n}": {"place": n} for n in range(count)})
     async with working(mesh, "w", concurrency=50, on_claim=lambda _: {"params.place": {"$mod": [2, 0]}}) as consumer:
         await eventually(lambda: consumer.finished == count / 2)
-        claimer = parts_of(consumer).claimer
-        assert claimer.tried == claimer.won == count / 2
+        assert parts_of(consumer).claimer.tried < 0.75 * count, "the others are not tried in vain"
 
 
 async def test_tasks_that_name_the_worker_keep_their_place_among_those_for_anybody(
@@ -282,4 +287,4 @@ async def test_a_page_that_cannot_be_continued_is_read_from_the_start(
         ):
             await has_failed()
             await eventually(lambda: consumer.finished == count)
-    assert not caplog.records, "nobody has to act"
+    assert "taskmesh.scanner" not in {record.name for record in caplog.records}, "nobody has to act"
