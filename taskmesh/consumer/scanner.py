@@ -37,8 +37,8 @@ from taskmesh.store import Store, apart
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.find import (
     Claimable,
+    OpenScan,
     Page,
-    Rest,
     ScanRange,
     Sort,
     fitting,
@@ -345,7 +345,7 @@ class Scanner:
         """
         found: list[Claimable] = []
         full: list[tuple[ScanRange, Sort]] = []
-        rests: list[Rest] = []
+        rests: list[OpenScan] = []
         known_to: Rank | None = None
         began = time.monotonic()
         looked_at, behind = self._queues.known - self._skip_closed(), set[str]()

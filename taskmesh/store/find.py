@@ -178,12 +178,12 @@ class Page:
     rows: list[Claimable]
     full: bool
     """Whether it reached its limit: there may be more."""
-    rest: Rest | None = None
+    rest: OpenScan | None = None
     """What continues behind a full page, if that was asked for."""
 
 
 @dataclass(slots=True, frozen=True)
-class Rest:
+class OpenScan:
     """A scan of waiting tasks that was left open behind a page."""
 
     store: Store
@@ -225,7 +225,7 @@ async def scan(
 
     async def read(query: Document) -> Page:
         cursor = _keys_in_order(store, query, batch_size=batch, limit=0 if to_continue else limit)
-        return await Rest(store, worker, cursor, batches * batch if to_continue else limit).next_page()
+        return await OpenScan(store, worker, cursor, batches * batch if to_continue else limit).next_page()
 
     return await past_strangers(store, query, read)
 

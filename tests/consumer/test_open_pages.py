@@ -17,8 +17,9 @@ from taskmesh.consumer import scanner
 from taskmesh.consumer.candidates import claim_queue
 from taskmesh.consumer.candidates.claim_queue import Candidate
 from taskmesh.consumer.worker import Consumer
-from taskmesh.store.find import Page, Rest
+from taskmesh.store.find import OpenScan, Page
 from tests.faults import failing_commands
+from tests.mongods import ThreeNodes
 from tests.waiting import eventually
 from tests.working import parts_of, working
 
@@ -144,13 +145,13 @@ async def test_a_scan_that_is_asked_for_during_another_begins_from_the_start(
     ran: list[str] = []
     consumers: list[Consumer] = []
     pages: list[Page] = []
-    original = Rest.next_page
+    original = OpenScan.next_page
 
     @mesh.task
     async def job(key: str) -> None:
         ran.append(key)
 
-    async def read_and_miss(self: Rest) -> Page:
+    async def read_and_miss(self: OpenScan) -> Page:
         page = await original(self)
         if page.full:
             pages.append(page)
@@ -159,7 +160,7 @@ async def test_a_scan_that_is_asked_for_during_another_begins_from_the_start(
                 parts_of(consumers[0]).candidates.order_scan()
         return page
 
-    monkeypatch.setattr(Rest, "next_page", read_and_miss)
+    monkeypatch.setattr(OpenScan, "next_page", read_and_miss)
     async with working(mesh, "w", concurrency=10, listen=False) as consumer:
         consumers.append(consumer)
         await job.publish_many({f"k{n}": {"key": "usual"} for n in range(4 * PAGE)})
@@ -288,3 +289,22 @@ async def test_a_page_that_cannot_be_continued_is_read_from_the_start(
             await has_failed()
             await eventually(lambda: consumer.finished == count)
     assert "taskmesh.scanner" not in {record.name for record in caplog.records}, "nobody has to act"
+
+
+@pytest.mark.failover
+async def test_a_failover_does_not_hold_up_what_is_read_next(replica_set: ThreeNodes, database: str) -> None:
+    """The cursor is lost with its server, and nobody waits until that server is back."""
+    async with TaskMesh(replica_set.uri, database=database) as mesh:
+
+        @mesh.task
+        async def job() -> None:
+            await asyncio.sleep(0.02)
+
+        await job.publish_many({f"k{n}": {} for n in range(20 * PAGE)})
+        async with working(mesh, "w", concurrency=50, listen=False) as consumer:
+            await eventually(lambda: consumer.finished > PAGE + PAGE // 2)
+            await asyncio.to_thread(replica_set.primary_goes, killed=True)
+            done, began = consumer.finished, time.monotonic()
+            await eventually(lambda: consumer.finished > done + 3 * PAGE)
+            assert time.monotonic() - began < 20.0, "the driver waits for thirty seconds for a server"
+    await asyncio.to_thread(replica_set.heal)

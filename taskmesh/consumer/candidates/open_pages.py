@@ -10,19 +10,22 @@ import logging
 import time
 from collections.abc import Sequence
 
+import anyio
 from pymongo.errors import PyMongoError
 
-from taskmesh.store.find import Page, Rest
+from taskmesh.store.find import OpenScan, Page
 from taskmesh.store.malformed import Strange
 
 logger = logging.getLogger("taskmesh.scanner")
+
+_CLOSED_WITHIN_S = 0.2
 
 
 class OpenPages:
     """What continues the pages of one consumer's last scan from the start."""
 
     def __init__(self) -> None:
-        self._rests: Sequence[Rest] = ()
+        self._rests: Sequence[OpenScan] = ()
         self._over_at = 0.0
         """When to scan from the start again (monotonic): something may stand in front meanwhile."""
 
@@ -31,7 +34,7 @@ class OpenPages:
         """How long they can be read. 0: there are none."""
         return max(0.0, self._over_at - time.monotonic()) if self._rests else 0.0
 
-    async def keep(self, rests: Sequence[Rest], over_at: float) -> None:
+    async def keep(self, rests: Sequence[OpenScan], over_at: float) -> None:
         """Keep these until then (monotonic), instead of those before."""
         await self.close()
         self._rests, self._over_at = rests, over_at
@@ -39,8 +42,10 @@ class OpenPages:
     async def close(self) -> None:
         """Scan from the start next time."""
         rests, self._rests = self._rests, ()
-        for rest in rests:
-            await rest.close()
+        # After a failover the driver would wait for the server that had them.
+        with anyio.move_on_after(_CLOSED_WITHIN_S):
+            for rest in rests:
+                await rest.close()
 
     async def next_pages(self) -> list[Page]:
         """Read the next page of each. Return none if that is not possible, as after a failover."""
