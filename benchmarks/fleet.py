@@ -87,6 +87,14 @@ def measure(backlogs: Backlogs, *, repetitions: int = 2, share: float = 1.0) -> 
             3.0,
             median(sixteen.trickle_ops) / median(one.trickle_ops),
         ),
+        Goal("wasted claims, 16 consumers on one backlog", "<=", 10.0, 100 * median(sixteen.wasted), "%"),
+        Goal("throughput, 16 consumers against 1", ">=", 0.6, median(sixteen.rates) / median(one.rates)),
+        Goal(
+            "a trickle (100/s): publish → start, p99 with 16 consumers against 1",
+            "<=",
+            5.0,
+            median(sixteen.trickle_p99) / median(one.trickle_p99),
+        ),
     ]
     answer.notes = [
         "least/most: tasks done by the least and by the most busy consumer, as a ratio (1: all alike)",

@@ -82,7 +82,7 @@ def measure(backlogs: Backlogs, *, repetitions: int = 3, share: float = 1.0) -> 
         for load in (floor, *measured)
     }
     answer.goals = [
-        Goal("idle, publish → start: p50 against the floor's p50", "<=", 1.5, idle.middle(idle.starts, 0.5) / base),
+        Goal("idle, publish → start: p50 against the floor's p50", "<=", 1.3, idle.middle(idle.starts, 0.5) / base),
         Goal("idle, publish → start: p99 against the floor's p50", "<=", 4.0, idle.middle(idle.starts, 0.99) / base),
     ]
     answer.notes = [
