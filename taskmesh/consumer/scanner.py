@@ -41,8 +41,8 @@ from taskmesh.store.find import (
     Page,
     ScanRange,
     Sort,
+    close_scans,
     fitting,
-    judged,
     open_scan,
     scan,
     scan_leases,
@@ -81,7 +81,7 @@ _READ_BEHIND_S = 0.4
 """How long a pass reads behind tasks that this worker may not have, until it has reached the end once."""
 _OVERLAP = timedelta(seconds=2)
 """How late a task that is due may become visible: clocks differ, and publishing takes time."""
-_MOST_CURSORS = 100
+_MOST_OPEN = 100
 _Place = tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...] | None, Sort]
 """Names, queues, lanes and sort: what a scan looks at."""
 _Lane = tuple[int, bool]
@@ -139,8 +139,8 @@ class Scanner:
         self._write_times = write_times
         self._dependents = dependents
         self._groups = groups
-        self._behind: dict[_Place, tuple[datetime, Any]] = {}
-        """Cursors behind tasks that this worker may not have, and when each was opened, by the server's clock."""
+        self._behind: dict[_Place, tuple[datetime, OpenScan]] = {}
+        """Scans behind tasks that this worker may not have, and when each was opened, by the server's clock."""
         self._read_to: dict[_Place, datetime] = {}
         """Where all that lies behind such tasks was read to the end once: the time up to which due tasks are known."""
         self._open_pages = OpenPages()
@@ -501,18 +501,23 @@ class Scanner:
                 del self._read_to[place]  # there is more than one page, with nothing in it: read to the end once more
         end = time.monotonic() + _READ_BEHIND_S
         while not brought:
-            if place not in self._behind:
-                await self._forget_old_cursors()
-                self._behind[place] = now, await open_scan(self._store, self._me, what, sort, _PAGE_OF_REFUSED)
-            opened, cursor = self._behind[place]
-            found: list[Any] = await cursor.to_list(_PAGE_OF_REFUSED)
-            rows = await judged(self._store, self._me, found)
-            brought = self._backup_claims.offer_found(await self._fitting(rows), place=0 if at_once else None)
-            if len(found) < _PAGE_OF_REFUSED:
-                del self._behind[place]
-                await cursor.close()
+            begun = self._behind.pop(place, None)
+            if begun is None:
+                await self._forget_old_scans()
+            opened, rest = begun or (now, open_scan(self._store, self._me, what, sort, _PAGE_OF_REFUSED))
+            try:
+                page = await rest.next_page()
+            except PyMongoError as error:
+                if begun is None:
+                    raise
+                # The server has forgotten it, or is gone. The driver would report the end of it next time.
+                logger.debug("could not continue a scan (%s): scanning from the start", type(error).__name__)
+                continue
+            brought = self._backup_claims.offer_found(await self._fitting(page.rows), place=0 if at_once else None)
+            if page.rest is None:
                 self._read_to.setdefault(place, opened)
                 break
+            self._behind[place] = opened, page.rest
             if place in self._read_to or time.monotonic() >= end:
                 break
         return brought
@@ -520,16 +525,14 @@ class Scanner:
     async def close(self) -> None:
         """Let the server forget what was to be read on."""
         await self._open_pages.close()
-        while self._behind:
-            _, cursor = self._behind.popitem()[1]
-            await cursor.close()
+        await close_scans(rest for _, rest in self._behind.values())
 
-    async def _forget_old_cursors(self) -> None:
-        """Close the oldest cursors when there are many: which workers are live, and on which queues, has changed since."""
-        while len(self._behind) >= _MOST_CURSORS:
-            _, cursor = self._behind.pop(next(iter(self._behind)))
-            await cursor.close()
-        while len(self._read_to) >= _MOST_CURSORS:
+    async def _forget_old_scans(self) -> None:
+        """Close those unread for longest when there are many: which workers are live, and on which queues, has changed since."""
+        while len(self._behind) >= _MOST_OPEN:
+            _, rest = self._behind.pop(next(iter(self._behind)))
+            await close_scans([rest])
+        while len(self._read_to) >= _MOST_OPEN:
             del self._read_to[next(iter(self._read_to))]
 
 

@@ -14,6 +14,7 @@ from math import ceil, inf, isfinite
 from types import NoneType
 from typing import Any, Literal
 
+import anyio
 from pymongo.errors import OperationFailure
 from pymongo.read_concern import ReadConcern
 
@@ -34,6 +35,7 @@ KEY_FIELDS = dict.fromkeys(
 _DUE_AT_MOST = 200
 _VALUES_MS = 300
 _BATCH = 1_000
+_CLOSED_WITHIN_S = 0.2
 
 
 async def get(
@@ -184,7 +186,7 @@ class Page:
 
 @dataclass(slots=True, frozen=True)
 class OpenScan:
-    """A scan of waiting tasks that was left open behind a page."""
+    """A scan that is read page by page."""
 
     store: Store
     worker: Claimant | str
@@ -198,9 +200,15 @@ class OpenScan:
         full = len(found) == self.limit
         return Page(await judged(self.store, self.worker, found), full, self if full and self.cursor.alive else None)
 
-    async def close(self) -> None:
-        """Let the server forget it."""
-        await self.cursor.close()
+
+async def close_scans(scans: Iterable[OpenScan]) -> None:
+    """Let the server forget these scans, or leave that to the server, which forgets what nobody has read for ten minutes.
+
+    After a failover the driver would wait for the member that had them.
+    """
+    with anyio.move_on_after(_CLOSED_WITHIN_S):
+        for each in scans:
+            await each.cursor.close()
 
 
 async def scan(
@@ -230,13 +238,10 @@ async def scan(
     return await past_strangers(store, query, read)
 
 
-async def open_scan(store: Store, worker: Claimant | str, what: ScanRange, sort: Sort, batch: int) -> Any:
-    """Open a cursor over all such tasks, to be read in batches that `judged` evaluates.
-
-    Read `batch` documents at a time: what the driver keeps for the next read is as old as what it has returned.
-    """
+def open_scan(store: Store, worker: Claimant | str, what: ScanRange, sort: Sort, limit: int) -> OpenScan:
+    """Begin a scan of all such tasks, `limit` to a page. Nothing is read yet."""
     query = {"$and": [_scan_query(worker, what, sort), WELL_FORMED]}
-    return _keys_in_order(store, query, sort, batch_size=batch)
+    return OpenScan(store, worker, _keys_in_order(store, query, sort, batch_size=limit), limit)
 
 
 def _keys_in_order(store: Store, query: Document, sort: Sort = "waiting", **options: int) -> Any:

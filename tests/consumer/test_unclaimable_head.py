@@ -6,13 +6,15 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from pymongo import MongoClient
 
 from taskmesh import TaskDefinition, TaskMesh, TaskOption, current_task
+from taskmesh.consumer import scanner
+from taskmesh.store.find import OpenScan, Page
 from tests.faults import another_mesh
 from tests.waiting import eventually
 from tests.working import finished, parts_of, working
@@ -93,6 +95,38 @@ async def test_t15_a_free_task_that_stood_there_before_is_found_without_any_even
     await job.configure(priority=-5).publish("free")
     async with working(mesh, "me", concurrency=10, listen=False):
         await finished(mesh, "job", "free")
+
+
+async def test_all_that_stands_behind_is_read_although_a_cursor_was_lost(
+    mesh: TaskMesh, mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a failover, or ten minutes without a look. The driver then returns no more rows, as if that were the end."""
+    monkeypatch.setattr(scanner, "_READ_BEHIND_S", 3_600.0)
+    monkeypatch.setattr(scanner, "_OVERLAP", timedelta())  # what was published a moment ago would be found at once
+
+    @mesh.task
+    async def job() -> None:
+        """Do nothing."""
+
+    await job.publish("template")
+    await asyncio.to_thread(_fill, mongo_uri, database, 4_000, ["own retry delay"])
+    await job.configure(priority=-5).publish("free")
+    killed: list[int] = []
+    original = OpenScan.next_page
+
+    async def read_and_lose(self: OpenScan) -> Page:
+        page = await original(self)
+        if not killed and self.limit == scanner._PAGE_OF_REFUSED:
+            killed.append(self.cursor.cursor_id)
+            await self.store.driver.client[database].command("killCursors", "tasks", cursors=killed)
+        return page
+
+    monkeypatch.setattr(OpenScan, "next_page", read_and_lose)
+    async with working(mesh, "me", concurrency=10, listen=False) as consumer:
+        await finished(mesh, "job", "free")
+        assert killed
+        assert parts_of(consumer).scanner.scans < 5, "it is not read page by page, one in each pass"
+    assert "taskmesh.scanner" not in {record.name for record in caplog.records}, "nobody has to act"
 
 
 async def test_tasks_that_name_a_worker_are_found_behind_those_that_it_has_done(

@@ -10,15 +10,12 @@ import logging
 import time
 from collections.abc import Sequence
 
-import anyio
 from pymongo.errors import PyMongoError
 
-from taskmesh.store.find import OpenScan, Page
+from taskmesh.store.find import OpenScan, Page, close_scans
 from taskmesh.store.malformed import Strange
 
 logger = logging.getLogger("taskmesh.scanner")
-
-_CLOSED_WITHIN_S = 0.2
 
 
 class OpenPages:
@@ -42,10 +39,7 @@ class OpenPages:
     async def close(self) -> None:
         """Scan from the start next time."""
         rests, self._rests = self._rests, ()
-        # After a failover the driver would wait for the server that had them.
-        with anyio.move_on_after(_CLOSED_WITHIN_S):
-            for rest in rests:
-                await rest.close()
+        await close_scans(rests)
 
     async def next_pages(self) -> list[Page]:
         """Read the next page of each. Return none if that is not possible, as after a failover."""

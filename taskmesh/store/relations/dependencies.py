@@ -87,6 +87,11 @@ class _Marked:
         return self.status not in _UNFINISHED
 
     @property
+    def is_released(self) -> bool:
+        """Whether nobody waits for it any more, once its mark was acted on."""
+        return self.status == "DELETED" or (self.in_line is not None and self.finished)
+
+    @property
     def wants_links(self) -> bool:
         """Whether its dependencies still have to name it: it is new, or restarted, and they may be other tasks by now."""
         return bool(self.after) and (not self.linked or self.policy != "run")
@@ -605,10 +610,9 @@ async def _unmark(store: Store, marked: Sequence[_Marked]) -> None:
     pause_ms = {"$min": [{"$max": [_FIRST_HOLD_MS, retained_ms, waited_ms]}, _LONGEST_HOLD_MS]}
     ask_again = {"$add": [now, {"$toLong": pause_ms}]}
     mark = {"$cond": [kept, ask_again, "$$REMOVE"]}
-    released = [task for task in marked if task.status == "DELETED" or (task.in_line is not None and task.finished)]
     # It may go now: that is derived.
-    await _unmark_all(store, released, mark, prepared(rules.derivation, now))
-    await _unmark_all(store, [task for task in marked if task not in released], mark, [])
+    await _unmark_all(store, [task for task in marked if task.is_released], mark, prepared(rules.derivation, now))
+    await _unmark_all(store, [task for task in marked if not task.is_released], mark, [])
 
 
 async def _unmark_all(
