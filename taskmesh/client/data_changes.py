@@ -11,7 +11,6 @@ If the process dies, nothing is half done; the next reader starts at the positio
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 
 from pymongo.errors import OperationFailure, PyMongoError
 
+from taskmesh.client.annotations import signature_of
 from taskmesh.client.connection import Connection, sample
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.params import checked_size
@@ -195,7 +195,7 @@ class DataChanges:
 
 def _param_of(name: str, fn: Callable[..., Any]) -> str:
     """Return the name of the one parameter that the handler takes. Raises `InvalidOption`."""
-    signature = inspect.signature(fn)
+    signature = signature_of(fn)
     needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     if len(needed) != 1:
         raise InvalidOption(

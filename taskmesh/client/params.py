@@ -7,7 +7,6 @@ change together.
 from __future__ import annotations
 
 import functools
-import inspect
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
@@ -18,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
-from taskmesh.client.returns import FORMS, MISREAD, REFUSALS, annotated
+from taskmesh.client.annotations import hints_of, signature_of
+from taskmesh.client.returns import FORMS, MISREAD, REFUSALS
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.dependency import After, FromDependency, label
 from taskmesh.model.errors import InvalidOption, InvalidParams, TaskTooLarge
@@ -55,7 +55,7 @@ class Params:
 
     def __init__(self, name: str, fn: Callable[..., Any]) -> None:
         self._name = name
-        self._signature = inspect.signature(fn)
+        self._signature = signature_of(fn)
         for parameter in self._signature.parameters.values():
             if parameter.kind is parameter.VAR_POSITIONAL:
                 raise TypeError(
@@ -116,7 +116,7 @@ class Params:
         return parameter is not None and parameter.default is not parameter.empty
 
     def _hints(self) -> dict[str, Any]:
-        return get_type_hints(annotated(self._fn), include_extras=True)
+        return hints_of(self._fn)
 
     def to_store(
         self, params: Mapping[str, Any], after: After | None = None, most: int = MAX_BYTES

@@ -11,13 +11,14 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from types import UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Union, get_args, get_origin
 from weakref import WeakKeyDictionary
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from pydantic_core import PydanticSerializationError
 
+from taskmesh.client.annotations import hints_of
 from taskmesh.model.codec import Encrypted, NotLoaded
 from taskmesh.model.errors import CannotDecrypt, PayloadMissing, UnstorableValue
 from taskmesh.model.stage import Next
@@ -226,13 +227,6 @@ _known: WeakKeyDictionary[Any, Annotation] = WeakKeyDictionary()
 """By function: a step's is needed at each call, and creating an adapter takes as long as everything else about the step."""
 
 
-def annotated(fn: Any) -> Any:
-    """Return the object with the annotations of a function, which may be partial, or an object that can be called."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return fn if isinstance(fn, type) or inspect.isroutine(inspect.unwrap(fn)) else type(fn).__call__
-
-
 def _annotation_of(fn: Any) -> Annotation:
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -265,7 +259,7 @@ def annotation(found: Any) -> Annotation:
 
 def _type_of(fn: Any) -> Any:
     try:
-        return _without_next(get_type_hints(annotated(fn), include_extras=True).get("return", Any))
+        return _without_next(hints_of(fn).get("return", Any))
     except Exception:  # noqa: BLE001 — an annotation is anybody's code, and what cannot be read says nothing
         return Any
 

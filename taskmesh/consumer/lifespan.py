@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Generic, TypeVar
 
+from taskmesh.client.annotations import signature_of
 from taskmesh.model.errors import InvalidOption, TaskMeshError
 
 logger = logging.getLogger("taskmesh.consumer")
@@ -142,7 +143,7 @@ def checked_lifespan(fn: Any) -> None:
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
         raise InvalidOption(f"{told}; {name!r} is neither: write `async def {name}(): …; yield …`")
     try:
-        inspect.signature(fn).bind()
+        signature_of(fn).bind()
     except TypeError as error:
         raise InvalidOption(f"the lifespan {name!r} is called without arguments: {error}") from None
     except ValueError:  # a class in native code that does not say what it takes

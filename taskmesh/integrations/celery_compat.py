@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, NoReturn, TypeVar, overload
 from uuid import uuid4
 
+from taskmesh.client.annotations import signature_of
 from taskmesh.client.definition import TaskDefinition, is_async
 from taskmesh.client.flows import Flow
 from taskmesh.client.handle import TaskHandle
@@ -188,7 +188,7 @@ class CeleryTask:
         self.run = functools.partial(fn, self) if bind else fn
         self.name = name
         self.default_retry_delay = default_retry_delay
-        self._signature = inspect.signature(self.run)
+        self._signature = signature_of(self.run)
         functools.update_wrapper(self, fn)
 
     def define(self, queue: str, option: TaskOption, autoretry_for: tuple[type[Exception], ...]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import inspect
 import os
 import secrets
 import sys
@@ -180,7 +181,7 @@ def worker(request: pytest.FixtureRequest) -> TestWorker:
 def _variant(request: pytest.FixtureRequest, name: str) -> str | None:
     """Which of the fixtures is made in the event loop of the test; None: it has none."""
     function = getattr(request, "function", None)
-    if not asyncio.iscoroutinefunction(function):
+    if not inspect.iscoroutinefunction(function):
         return None
     if "anyio_backend" in request.fixturenames:
         return f"{name}_of_anyio"

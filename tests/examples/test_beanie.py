@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 
 from taskmesh import Status
 from tests.examples.web import imported
+
+pytestmark = pytest.mark.skipif(sys.version_info >= (3, 14), reason="Beanie 2.2 does not install on Python 3.14")
 
 
 @pytest.fixture
