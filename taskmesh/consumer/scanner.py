@@ -82,6 +82,7 @@ _READ_BEHIND_S = 0.4
 _OVERLAP = timedelta(seconds=2)
 """How late a task that is due may become visible: clocks differ, and publishing takes time."""
 _MOST_OPEN = 100
+"""How many scans behind refused tasks are kept."""
 _Place = tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...] | None, Sort]
 """Names, queues, lanes and sort: what a scan looks at."""
 _Lane = tuple[int, bool]
@@ -501,23 +502,25 @@ class Scanner:
                 del self._read_to[place]  # there is more than one page, with nothing in it: read to the end once more
         end = time.monotonic() + _READ_BEHIND_S
         while not brought:
-            begun = self._behind.pop(place, None)
-            if begun is None:
+            goes_on = place in self._behind
+            if not goes_on:
                 await self._forget_old_scans()
-            opened, rest = begun or (now, open_scan(self._store, self._me, what, sort, _PAGE_OF_REFUSED))
+                self._behind[place] = now, open_scan(self._store, self._me, what, sort, _PAGE_OF_REFUSED)
+            opened, rest = self._behind[place]
             try:
                 page = await rest.next_page()
             except PyMongoError as error:
-                if begun is None:
+                del self._behind[place]  # the driver would report the end of it next time
+                if not goes_on:
                     raise
-                # The server has forgotten it, or is gone. The driver would report the end of it next time.
+                # The server has forgotten it, or is gone.
                 logger.debug("could not continue a scan (%s): scanning from the start", type(error).__name__)
                 continue
             brought = self._backup_claims.offer_found(await self._fitting(page.rows), place=0 if at_once else None)
             if page.rest is None:
+                del self._behind[place]
                 self._read_to.setdefault(place, opened)
                 break
-            self._behind[place] = opened, page.rest
             if place in self._read_to or time.monotonic() >= end:
                 break
         return brought
@@ -528,7 +531,7 @@ class Scanner:
         await close_scans(rest for _, rest in self._behind.values())
 
     async def _forget_old_scans(self) -> None:
-        """Close those unread for longest when there are many: which workers are live, and on which queues, has changed since."""
+        """Close the oldest scans when there are many: which workers are live, and on which queues, has changed since."""
         while len(self._behind) >= _MOST_OPEN:
             _, rest = self._behind.pop(next(iter(self._behind)))
             await close_scans([rest])

@@ -97,6 +97,22 @@ async def test_a_backlog_is_read_once_and_what_comes_meanwhile_is_found_behind_i
     assert not reads.cursors, "none is left open on the server"
 
 
+async def test_a_worker_that_stops_leaves_no_scan_behind_refused_tasks_open(
+    watched: tuple[TaskMesh, _Reads], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scanner, "_READ_BEHIND_S", 0.0)
+    mesh, reads = watched
+
+    @mesh.task
+    async def job(place: int) -> None: ...
+
+    await job.publish_many({f"k{n}": {"place": n} for n in range(6 * PAGE)})
+    async with working(mesh, "w", listen=False, on_claim=lambda _: {"params.place": -1}) as consumer:
+        # By the second scan it knows that the first page has nothing for it, and leaves only what is behind open.
+        await eventually(lambda: parts_of(consumer).scanner.scans > 1 and len(reads.cursors) > 0)
+    assert not reads.cursors
+
+
 async def test_what_stands_before_an_open_page_is_found_while_there_is_more_behind_it(mesh: TaskMesh) -> None:
     """A task that was for another worker is for anybody now, and this worker does not hear of it."""
     ran: list[str] = []
