@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from pymongo.errors import PyMongoError
 
 from taskmesh.consumer.candidates.claim_filter import ClaimFilter
+from taskmesh.consumer.candidates.claim_queue import ClaimQueue
 from taskmesh.consumer.candidates.listening import Listening
 from taskmesh.consumer.candidates.partitions import Partitions
 from taskmesh.consumer.claimer import Claimer
@@ -102,6 +103,7 @@ class Registration:
         life: Life,
         partitions: Partitions,
         listening: Listening,
+        candidates: ClaimQueue,
         executions: Executions,
         claimer: Claimer,
         stats: WorkerStats,
@@ -116,6 +118,7 @@ class Registration:
         self._life = life
         self._partitions = partitions
         self._listening = listening
+        self._candidates = candidates
         self._executions = executions
         self._claimer = claimer
         self._stats = stats
@@ -205,9 +208,12 @@ class Registration:
         self._next_look = time.monotonic() + registry.HEARTBEAT_MS / 1000 * len(self.fleet) / _ALL_LOOK
         names, queues = self._settings.names, self._settings.queues
         peers = [worker for worker in self.fleet if worker.competes_for(names, queues)]
+        everybody = self._partitions.everybody
         if self._partitions.set_workers(peers):
             logger.debug("worker %s shares its work with %d others", self._worker_id, len(peers) - 1)
             self._listening.wake.set()
+        if self._partitions.everybody != everybody:
+            self._candidates.order_scan()  # lanes have changed hands
         if self._listening.learn(self.fleet, {worker.worker_id for worker in peers}):
             self.show_soon()
 

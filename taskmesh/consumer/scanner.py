@@ -2,7 +2,8 @@
 
 It scans at the start, after every gap in the stream, and once a second as a safety net: that finds what no event announced,
 leases that ran out, and delayed tasks that are about to start. Of a backlog it reads a page; when the claim queue runs low, it
-reads the next one. Meanwhile it looks for tasks that are more urgent than all of that.
+reads the next one, and as long as that goes on, workers of a large fleet take turns with the safety net. Meanwhile it looks for
+tasks that are more urgent than all of that.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ from taskmesh.store.settle import SETTLE_DEADLINE_MS, settle
 logger = logging.getLogger("taskmesh.scanner")
 
 SCAN_EVERY_S = 1.0
+_READ_ON_AT_MOST_S = 4.0
+"""How long a worker that reads on may leave what else a scan finds to others. Tasks in its own lanes that stand before what it
+has read wait for it."""
 _ASK_AGAIN_S = 0.1
 """How soon a worker that does not listen scans again after it has found something. Each scan that finds nothing doubles the
 pause."""
@@ -176,8 +180,8 @@ class Scanner:
                     self._told_outage = True
                 self._candidates.unread = True
                 await asyncio.sleep(0.2)
-            pause_s = self._open_pages.left_s or self._pause_s
-            await self._rest(_PATIENCE_S if self._again_soon else varied(pause_s, 0.1))
+            reads_on_s = self._open_pages.left_s if self._candidates.may_read_on else 0.0
+            await self._rest(_PATIENCE_S if self._again_soon else varied(reads_on_s or self._pause_s, 0.1))
 
     async def _rest(self, pause_s: float) -> None:
         """Wait for the next pass.
@@ -374,7 +378,8 @@ class Scanner:
         brought = self._backup_claims.offer_found(found)
         if brought:
             self._heads_refused.clear()
-        await self._open_pages.keep(rests, began + SCAN_EVERY_S)
+        read_on_s = min(self._partitions.in_turn(SCAN_EVERY_S), _READ_ON_AT_MOST_S)
+        await self._open_pages.keep(rests, began + read_on_s)
         if len(rests) < len(full):  # what cannot be read on may go before what is behind the others
             await self._open_pages.close()
         if full:

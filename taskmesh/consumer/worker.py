@@ -448,6 +448,7 @@ class Worker:
             life,
             self.partitions,
             self.listening,
+            self.candidates,
             self.executions,
             self.claimer,
             stats,

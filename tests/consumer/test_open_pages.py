@@ -1,4 +1,7 @@
-"""A backlog is read page by page, and from its start once a second: nothing is read again and again, or passed over for good."""
+"""A backlog is read page by page, and from its start once a second, or less often if there are many workers.
+
+Nothing is read again and again, or passed over for good.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from taskmesh import TaskMesh
 from taskmesh.consumer import scanner
 from taskmesh.consumer.candidates import claim_queue
 from taskmesh.consumer.candidates.claim_queue import Candidate
+from taskmesh.consumer.candidates.partitions import Partitions
 from taskmesh.consumer.worker import Consumer
 from taskmesh.store.find import OpenScan, Page
 from tests.faults import failing_commands
@@ -28,10 +33,11 @@ PAGE = 1_000
 
 
 class _Reads(CommandListener):
-    """How many rows scans of a backlog have read, and which of their cursors are open."""
+    """How many rows scans of a backlog have read, which of their cursors are open, and the lanes that the last one asked for."""
 
     def __init__(self) -> None:
         self.rows = 0
+        self.lanes: Any = None
         self.cursors: set[int] = set()
         self._asked: dict[int, int] = {}
 
@@ -43,6 +49,8 @@ class _Reads(CommandListener):
             and "limit" not in command
         ):
             self._asked[event.request_id] = 0
+            if "queue" in command["filter"]:  # not what is behind refused tasks, of all lanes
+                self.lanes = command["filter"].get("lane")
         elif event.command_name == "getMore" and command["getMore"] in self.cursors:
             self._asked[event.request_id] = command["getMore"]
         elif event.command_name == "killCursors":
@@ -72,7 +80,7 @@ async def watched(mongo_uri: str, database: str) -> AsyncIterator[tuple[TaskMesh
 async def test_a_backlog_is_read_once_and_what_comes_meanwhile_is_found_behind_it(
     watched: tuple[TaskMesh, _Reads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scanner, "SCAN_EVERY_S", NEVER_S)
+    _read_on_for_ever(monkeypatch)
     mesh, reads = watched
     count, more = 6 * PAGE + PAGE // 2, PAGE // 2
     started: list[str] = []
@@ -95,6 +103,93 @@ async def test_a_backlog_is_read_once_and_what_comes_meanwhile_is_found_behind_i
         await eventually(lambda: len(started) == 50)
         assert reads.cursors
     assert not reads.cursors, "none is left open on the server"
+
+
+def _read_on_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scanner, "SCAN_EVERY_S", NEVER_S)
+    monkeypatch.setattr(scanner, "_READ_ON_AT_MOST_S", NEVER_S)
+
+
+@pytest.fixture
+def one_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers do what one of many does in turn with the others, and no limit cuts that."""
+    monkeypatch.setattr(Partitions, "in_turn", lambda _self, every_s: NEVER_S * every_s)
+    monkeypatch.setattr(scanner, "_READ_ON_AT_MOST_S", NEVER_S)
+
+
+@pytest.mark.usefixtures("one_of_many")
+async def test_one_of_many_workers_reads_on_and_leaves_it_to_the_others_to_scan_each_second(
+    watched: tuple[TaskMesh, _Reads],
+) -> None:
+    mesh, reads = watched
+    count = 6 * PAGE + PAGE // 2
+
+    @mesh.task
+    async def job() -> None:
+        await asyncio.sleep(0.03)  # of 50 slots, this takes four seconds
+
+    await job.publish_many({f"k{n}": {} for n in range(count)})
+    async with working(mesh, "w", concurrency=50) as consumer:
+        await eventually(lambda: consumer.finished == count)
+    assert reads.rows < count * 1.1
+
+
+@pytest.mark.usefixtures("one_of_many")
+async def test_one_of_many_workers_scans_at_once_when_lanes_change_hands(watched: tuple[TaskMesh, _Reads]) -> None:
+    mesh, reads = watched
+
+    @mesh.task
+    async def job() -> None:
+        await asyncio.Event().wait()
+
+    async with AsyncExitStack() as other, working(mesh, "stays", concurrency=5):
+        await other.enter_async_context(working(mesh, "goes", concurrency=5))
+        await job.publish_many({f"k{n}": {} for n in range(8 * PAGE)})
+        await eventually(lambda: reads.lanes is not None and len(reads.cursors) > 1, what="both read on in their lanes")
+        await other.aclose()
+        await eventually(lambda: reads.lanes is None, what="a scan of all lanes")
+
+
+async def test_whether_other_workers_listen_leaves_lanes_as_they_are(mesh: TaskMesh) -> None:
+    """In a large fleet that changes all the time, and until a scan has looked no new task goes first."""
+
+    @mesh.task
+    async def job() -> None: ...
+
+    async with working(mesh, "other"), working(mesh, "w") as consumer:
+        parts, workers = parts_of(consumer), mesh.store.driver.collection(mesh.store.workers)
+        await eventually(lambda: parts.partitions.others_cnt == 1)
+        for change in ({"listens": False}, {"listens": True}):
+            await workers.update_one({"_id": "other"}, {"$set": change})
+            parts.candidates.scan_wanted.clear()
+            await parts.registration.run_once()
+            assert not parts.candidates.scan_wanted.is_set()
+
+        async def scans_when_it_is_gone() -> bool:  # it registers again with its next heartbeat
+            await workers.delete_one({"_id": "other"})
+            await parts.registration.run_once()
+            return parts.candidates.scan_wanted.is_set()
+
+        await eventually(scans_when_it_is_gone)
+
+
+@pytest.mark.usefixtures("one_of_many")
+async def test_one_of_many_workers_that_may_have_nothing_of_a_page_looks_again_soon(
+    watched: tuple[TaskMesh, _Reads],
+) -> None:
+    mesh, reads = watched
+    allowed: dict[str, Any] = {"params.place": -1}
+
+    @mesh.task
+    async def job(place: int) -> None: ...
+
+    async with working(mesh, "w", listen=False, on_claim=lambda _: allowed) as consumer:
+        before = parts_of(consumer).scanner.scans
+        await eventually(lambda: parts_of(consumer).scanner.scans > before + 1, what="looks by the clock alone")
+        await job.publish_many({f"k{n}": {"place": n} for n in range(3 * PAGE)})
+        await eventually(lambda: len(reads.cursors) > 0)
+        allowed.clear()
+        await eventually(lambda: consumer.finished == 3 * PAGE)
 
 
 async def test_a_worker_that_stops_leaves_no_scan_behind_refused_tasks_open(
@@ -156,7 +251,7 @@ async def test_a_scan_that_is_asked_for_during_another_begins_from_the_start(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, read: int
 ) -> None:
     """As after a gap in the stream: what came in between is in neither."""
-    monkeypatch.setattr(scanner, "SCAN_EVERY_S", NEVER_S)
+    _read_on_for_ever(monkeypatch)
     monkeypatch.setattr(scanner, "_URGENT_EVERY_S", NEVER_S)
     ran: list[str] = []
     consumers: list[Consumer] = []
@@ -185,7 +280,7 @@ async def test_a_scan_that_is_asked_for_during_another_begins_from_the_start(
 
 
 async def test_the_next_page_is_narrowed_by_the_hook_on_claim(mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scanner, "SCAN_EVERY_S", NEVER_S)
+    _read_on_for_ever(monkeypatch)
     count = 6 * PAGE
 
     @mesh.task
@@ -201,7 +296,7 @@ async def test_tasks_that_name_the_worker_keep_their_place_among_those_for_anybo
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scan of these cannot be read on."""
-    monkeypatch.setattr(scanner, "SCAN_EVERY_S", NEVER_S)
+    _read_on_for_ever(monkeypatch)
     monkeypatch.setattr(scanner, "_USUAL_PAGE", 20)
     ran: list[int] = []
 
@@ -218,7 +313,7 @@ async def test_tasks_that_name_the_worker_keep_their_place_among_those_for_anybo
 async def test_what_had_to_be_dropped_for_want_of_memory_keeps_its_place(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scanner, "SCAN_EVERY_S", NEVER_S)
+    _read_on_for_ever(monkeypatch)
     monkeypatch.setattr(scanner, "_USUAL_PAGE", 20)
     monkeypatch.setattr(claim_queue, "queue_limit", lambda _: 30)
     ran: list[int] = []
@@ -290,7 +385,7 @@ async def test_a_page_that_cannot_be_continued_is_read_from_the_start(
     how: dict[str, Any],
 ) -> None:
     """As after a failover: the cursor is gone (43), killed (237), or the connection is."""
-    monkeypatch.setattr(scanner, "SCAN_EVERY_S", NEVER_S)
+    _read_on_for_ever(monkeypatch)
     count = 4 * PAGE
 
     @mesh.task

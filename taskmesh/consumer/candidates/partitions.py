@@ -47,7 +47,9 @@ class Partitions:
         """This worker's place in each lane among these workers."""
         self._hearing: dict[frozenset[str], Sequence[int]] = {}
         """This worker's place among those of them that listen."""
-        self._everybody = self._listeners = frozenset([self._worker_id])
+        self.everybody = frozenset([self._worker_id])
+        """The live workers that do some of the same work, this one among them."""
+        self._listeners = self.everybody
         self._full = frozenset[str]()
         """The others that had no free slot when they last said how they are."""
 
@@ -63,7 +65,7 @@ class Partitions:
         self._able.clear()
         self._among.clear()
         self._hearing.clear()
-        self._everybody = frozenset([self._worker_id, *known])
+        self.everybody = frozenset([self._worker_id, *known])
         self._listeners = frozenset([self._worker_id, *(worker.worker_id for worker in others if worker.listens)])
         return True
 
@@ -87,7 +89,7 @@ class Partitions:
 
         So the load that a fleet puts on the database for its own sake does not grow with the fleet.
         """
-        return every_s * min(max(1.0, len(self._everybody) / _TAKE_TURNS), _MOST_SELDOM)
+        return every_s * min(max(1.0, len(self.everybody) / _TAKE_TURNS), _MOST_SELDOM)
 
     @property
     def heard(self) -> frozenset[int] | None:
@@ -124,7 +126,7 @@ class Partitions:
 
         `heard`: count only those that listen.
         """
-        return self._places(self._listeners if heard else self._everybody)[lane_of(id_)]
+        return self._places(self._listeners if heard else self.everybody)[lane_of(id_)]
 
     def shares(
         self, names: Sequence[str], queues: Sequence[str]
@@ -134,7 +136,7 @@ class Partitions:
         None: all lanes, since nobody else can run those.
         """
         if self._alike:
-            yield names, queues, self._own_among(self._everybody)
+            yield names, queues, self._own_among(self.everybody)
             return
         alike: dict[tuple[tuple[frozenset[str], tuple[str, ...]], ...], list[str]] = {}
         for queue in queues:
@@ -143,7 +145,7 @@ class Partitions:
                 by_able.setdefault(self._able_to(f"{name}:", queue, ()), []).append(name)
             alike.setdefault(tuple((able, tuple(some)) for able, some in by_able.items()), []).append(queue)
         if sum(map(len, alike)) > MOST_SHARES:
-            yield names, queues, self._own_among(self._everybody)
+            yield names, queues, self._own_among(self.everybody)
             return
         for split, some_queues in alike.items():
             for able, some_names in split:
@@ -155,7 +157,7 @@ class Partitions:
     def _able_to(self, id_: str, queue: str, needs: Sequence[str]) -> frozenset[str]:
         """Return which workers can run a task, this one included."""
         if self._alike and not needs:
-            return self._everybody
+            return self.everybody
         kind = (id_.partition(":")[0], queue, tuple(needs))
         if (able := self._able.get(kind)) is None:
             if len(self._able) >= _MOST_KINDS:
