@@ -14,7 +14,7 @@ _CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 DOCUMENTS = sorted(
     path
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
-    if ".venv" not in path.parts
+    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)  # what is installed there is not ours
 )
 
 
