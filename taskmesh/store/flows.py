@@ -18,7 +18,7 @@ from pymongo.errors import OperationFailure
 from taskmesh.store import control, finish, rules
 from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.mongodb.server_errors import Code, patiently
-from taskmesh.store.pipeline.by_id import MOST_IDS, in_parts
+from taskmesh.store.pipeline.by_id import in_parts
 from taskmesh.store.pipeline.event_stamp import stamp
 from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.publication import Publication
@@ -30,6 +30,9 @@ MAX_BYTES = 12_000_000
 """The most bytes of the members' `_id`s together: the flow's document names them all."""
 FOUND_AFTER_MS = 1_000
 _KEPT_EMPTY_MS = 3_600_000
+_CHECKED_AT_ONCE = 50
+_FIRST_MEMBERS = 20
+"""Of a flow that is checked; the others only if none of these is left."""
 _KEPT_OPEN_MS = 24 * 3_600_000
 
 
@@ -121,18 +124,47 @@ async def sweep(store: Store) -> int:
     sealed = await _flows(store).find({"state": "sealed", **old}, {"_id": 1}, limit=10).to_list(None)
     for flow in sealed:
         await open_members(store, flow["_id"])
+    await _remove_empty(store)
+    return len(sealed)
+
+
+async def _remove_empty(store: Store) -> None:
+    """Check flows that were not checked for an hour, some at a time. Those of which no task is left are removed."""
     due = {
         "state": {"$in": ["opened", "open"]},
-        "$expr": {"$lte": [{"$ifNull": ["$check_time", store.now]}, store.now]},
+        "members": {"$type": "array"},
+        "$expr": {"$lte": ["$check_time", store.now]},
     }
-    for flow in await _flows(store).find(due, {"members": 1, "state": 1}, limit=1).to_list(None):
-        left = await store.find({"_id": {"$in": flow["members"][:MOST_IDS]}}, {"_id": 1})
-        if not left and not await store.find({"_id": {"$in": flow["members"]}}, {"_id": 1}):
-            await _flows(store).delete_one({"_id": flow["_id"], "state": flow["state"]})
+    fields = {"first": {"$slice": ["$members", _FIRST_MEMBERS]}, "size": {"$size": "$members"}}
+    checked = await _flows(store).find(due, fields, limit=_CHECKED_AT_ONCE).to_list(None)
+    if not checked:
+        return
+    first = [id_ for flow in checked for id_ in flow["first"]]
+    left = await _left_of(store, first)
+    empty = [
+        flow["_id"]
+        for flow in checked
+        if left.isdisjoint(flow["first"]) and (flow["size"] <= _FIRST_MEMBERS or await _is_empty(store, flow["_id"]))
+    ]
+    # Only what is due still: whoever publishes a flow again puts that off.
+    await _flows(store).delete_many({"_id": {"$in": empty}, **due})
+    again: list[Document] = [
         # Looked at again in an hour.
-        again: list[Document] = [{"$set": {"check_time": {"$add": [store.now, _KEPT_EMPTY_MS]}}}]
-        await _flows(store).update_one({"_id": flow["_id"]}, again)
-    return len(sealed)
+        {"$set": {"check_time": {"$add": [store.now, _KEPT_EMPTY_MS]}}}
+    ]
+    await _flows(store).update_many({"_id": {"$in": [flow["_id"] for flow in checked]}, **due}, again)
+
+
+async def _is_empty(store: Store, key: str) -> bool:
+    flow = await read(store, key)
+    for part in in_parts(flow["members"] if flow is not None else ()):
+        if await _left_of(store, part):
+            return False
+    return True
+
+
+async def _left_of(store: Store, ids: Sequence[str]) -> set[str]:
+    return {task["_id"] for task in await store.find({"_id": {"$in": list(ids)}}, {"_id": 1})}
 
 
 async def members(store: Store, ids: Sequence[str]) -> list[Document]:

@@ -130,8 +130,8 @@ SCHEDULE_INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
 }
 ACTION_INDEXES = WORKER_INDEXES | {"time": ([("time", -1)], {})}
 FLOW_INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
-    # What was sealed and not opened, and what has to be looked at now and then.
-    "state": ([("state", 1)], {}),
+    # What was sealed and not opened, and what has to be looked at now.
+    "check": ([("state", 1), ("check_time", 1)], {}),
     # The flows that a task is in.
     "members": ([("members", 1)], {}),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -241,3 +241,40 @@ async def test_what_is_no_flow_is_refused_and_nothing_is_published(
     with pytest.raises(TaskNotFound):
         await mesh.flow_status("f")
     assert [task async for task in mesh.find()] == []
+
+
+async def test_flows_of_which_nothing_is_left_are_removed_many_at_a_time(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, _ = define(mesh)
+    left_of = verbs._left_of
+
+    async def left_when_one_is_published_again(*args: Any) -> set[str]:
+        monkeypatch.setattr(verbs, "_left_of", left_of)
+        await verbs.begin(store, "again", ["load:new"])
+        return await left_of(*args)
+
+    many = 120
+    for key, size in (("last is left", 30), ("first is left", 5), ("again", 30)):
+        async with mesh.flow(key) as flow:
+            for n in range(size):
+                flow.add(load, f"{key}-{n}")
+    store = mesh.store
+    of_flows, of_tasks = store.driver.collection(store.flows), store.driver.collection(store.tasks)
+    await of_tasks.delete_many({"key": {"$ne": "first is left-0"}, "_id": {"$ne": "load:last is left-29"}})
+    past = {"$set": {"check_time": datetime.now(UTC) - timedelta(seconds=1)}}
+    await of_flows.update_many({}, past)
+    template = await of_flows.find_one({"_id": "again"}) or {}
+    await of_flows.insert_many([template | {"_id": f"gone-{n}"} for n in range(many)])
+    monkeypatch.setattr(verbs, "_left_of", left_when_one_is_published_again)
+    for _ in range(4):
+        await verbs.sweep(store)
+    kept = {flow["_id"]: flow["check_time"] for flow in await of_flows.find({}).to_list(None)}
+    assert kept.keys() == {"last is left", "first is left", "again"}
+    assert kept["again"] - kept["first is left"] > timedelta(hours=1), "the time that its publisher has"
+    await of_tasks.delete_many({})
+    await verbs.sweep(store)
+    assert await of_flows.count_documents({}) == 3, "checked again in an hour"
+    await of_flows.update_many({}, past)
+    await verbs.sweep(store)
+    assert await of_flows.count_documents({}) == 0

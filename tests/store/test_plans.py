@@ -132,3 +132,43 @@ async def test_counting_by_name_and_status_reads_no_document(crowded: TaskMesh, 
         operations = list(client[database]["system.profile"].find({"ns": f"{database}.tasks"}))
     assert sum(sum(by_status.values()) for by_status in stats.counts.values()) == 2_000
     assert not [operation for operation in operations if "COLLSCAN" in operation.get("planSummary", "")]
+
+
+async def test_an_idle_worker_reads_nothing_of_flows_schedules_and_sequences_that_have_time(
+    mesh: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    """They are looked at about once a second."""
+    many, names = 1_000, [mesh.store.flows, mesh.store.schedules, mesh.store.sequences]
+
+    @mesh.task
+    async def job() -> None: ...
+
+    @mesh.task
+    async def lasting() -> None:
+        await asyncio.Event().wait()
+
+    await mesh.every("job", interval_ms=8 * 3_600_000)
+    async with mesh.flow("first"):
+        await job.publish("k")
+
+    async with working(mesh, "w") as consumer:
+        await lasting.configure(sequence_key="s").publish("k")
+        with MongoClient[dict[str, Any]](mongo_uri) as client:
+            documents = client[database]
+            await eventually(lambda: documents[mesh.store.flows].count_documents({"state": "opened"}) == 1)
+            await eventually(lambda: documents[mesh.store.sequences].count_documents({}) == 1)
+            for collection in (documents[name] for name in names):
+                template = collection.find_one() or {}
+                collection.insert_many([template | {"_id": f"{template['_id']}-{n}"} for n in range(many)])
+            documents.create_collection("system.profile", capped=True, size=64_000_000)
+            documents.command("profile", 2)
+            scanner = parts_of(consumer).scanner
+            scans = scanner.scans
+            await eventually(lambda: scanner.scans >= scans + 4, what="four more scans")
+            documents.command("profile", 0)
+            for name in names:
+                operations = list(documents["system.profile"].find({"ns": f"{database}.{name}"}))
+                assert operations
+                for operation in operations:
+                    examined = operation.get("keysExamined", 0) + operation.get("docsExamined", 0)
+                    assert examined < 10, str(operation)[:1500]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import bson
@@ -32,6 +32,8 @@ KEPT_TICKS = 10
 _READ_GOOD_FOR_MS = 10_000
 """How long a worker may publish ticks after it has read a schedule."""
 _AT_ONE_LOOK = 1_000
+_SOON_MS = 1_500
+"""Longer than the pause between two looks. Schedules that tick later are not read, however many they are."""
 _PERIODIC = {"_id": "periodic"}
 
 
@@ -134,10 +136,15 @@ async def read_all(store: Store) -> list[Document]:
 
 
 async def due(store: Store) -> list[Document]:
-    """Return the schedules that are due, and those that tick next, the earliest first; as many as one look can deal with."""
-    ticking = {"paused": False, "next_time": {"$type": "date"}}
+    """Return the schedules that are due or tick soon, the earliest first; as many as one look can deal with, and at least one."""
+    ticking: Document = {"paused": False, "next_time": {"$type": "date"}}
     # By the index on `next_time`, the earliest first; what is left over comes with the next look.
-    return await _read(store, ticking, {"$sort": {"next_time": 1}}, {"$limit": _AT_ONE_LOOK})
+    in_order = {"$sort": {"next_time": 1}}
+    first = await _read(store, ticking, in_order, {"$limit": 1})
+    if not first or first[0]["next_time"] > first[0]["now"] + timedelta(milliseconds=_SOON_MS):
+        return first
+    ticking["$expr"] = {"$lte": ["$next_time", {"$add": [store.now, _SOON_MS]}]}
+    return await _read(store, ticking, in_order, {"$limit": _AT_ONE_LOOK})
 
 
 async def _read(store: Store, query: Document, *stages_between: Document) -> list[Document]:
