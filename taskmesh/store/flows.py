@@ -146,13 +146,13 @@ async def _remove_empty(store: Store) -> None:
         for flow in checked
         if left.isdisjoint(flow["first"]) and (flow["size"] <= _FIRST_MEMBERS or await _is_empty(store, flow["_id"]))
     ]
-    # Only what is due still: whoever publishes a flow again puts that off.
-    await _flows(store).delete_many({"_id": {"$in": empty}, **due})
+    # Only what is due still: whoever publishes a flow again puts that off. By `_id`: the server might look at all that are due.
+    await _flows(store).delete_many({"_id": {"$in": empty}, **due}, hint="_id_")
     again: list[Document] = [
         # Looked at again in an hour.
         {"$set": {"check_time": {"$add": [store.now, _KEPT_EMPTY_MS]}}}
     ]
-    await _flows(store).update_many({"_id": {"$in": [flow["_id"] for flow in checked]}, **due}, again)
+    await _flows(store).update_many({"_id": {"$in": [flow["_id"] for flow in checked]}, **due}, again, hint="_id_")
 
 
 async def _is_empty(store: Store, key: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from pymongo import MongoClient
 
 from taskmesh import TaskMesh, TaskOption, current_task
+from taskmesh.store import Store, flows
+from taskmesh.store.relations import sequences
 from tests.waiting import eventually
 from tests.working import finished, parts_of, working
 
@@ -172,3 +175,34 @@ async def test_an_idle_worker_reads_nothing_of_flows_schedules_and_sequences_tha
                 for operation in operations:
                     examined = operation.get("keysExamined", 0) + operation.get("docsExamined", 0)
                     assert examined < 10, str(operation)[:1500]
+
+
+LONG_AGO = datetime.now(UTC) - timedelta(hours=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "due", "sweep"),
+    [
+        ("sequences", {"since": LONG_AGO, "head": "job:k", "place": 1}, sequences.sweep),
+        ("flows", {"state": "opened", "check_time": LONG_AGO, "members": ["job:k"]}, flows.sweep),
+    ],
+)
+async def test_a_sweep_looks_at_a_part_of_what_is_due(
+    mesh: TaskMesh,
+    mongo_uri: str,
+    database: str,
+    name: str,
+    due: dict[str, Any],
+    sweep: Callable[[Store], Awaitable[object]],
+) -> None:
+    swept = getattr(mesh.store, name)
+    with MongoClient[dict[str, Any]](mongo_uri) as client:
+        documents = client[database]
+        documents[swept].insert_many([{"_id": f"default:s{n}", **due} for n in range(2_000)])
+        documents.create_collection("system.profile", capped=True, size=64_000_000)
+        documents.command("profile", 2)
+        await sweep(mesh.store)
+        documents.command("profile", 0)
+        done = list(documents["system.profile"].find({"ns": f"{database}.{swept}"}))
+    examined = [operation.get("keysExamined", 0) + operation.get("docsExamined", 0) for operation in done]
+    assert 0 < max(examined) < 1_000, examined

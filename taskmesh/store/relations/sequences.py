@@ -241,5 +241,6 @@ async def sweep(store: Store) -> None:
     if lines:
         # So that not every worker checks, and others have their turn.
         looked: list[Document] = [{"$set": {"since": store.now}}]
-        await store.driver.collection(store.sequences).update_many({"_id": {"$in": lines}, **old}, looked)
+        # By `_id`: the server might prefer the index of `since`, and look at all that are old.
+        await store.driver.collection(store.sequences).update_many({"_id": {"$in": lines}, **old}, looked, hint="_id_")
         await advance(store, lines)
