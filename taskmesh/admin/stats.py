@@ -42,7 +42,7 @@ async def read_stats(store: Store) -> Stats:
     standing, at_least = await _standing(store, counts, stale)
     now, oldest = await task_counts.oldest_claimable(store)
     waits = {queue: max(0.0, (now - time).total_seconds() * 1000) for queue, time in oldest.items()}
-    live = [worker for worker in await registry.workers(store) if worker.get("live")]
+    live = await registry.workers(store, live_only=True)
     return Stats(
         counts=counts,
         standing=standing,

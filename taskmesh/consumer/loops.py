@@ -21,13 +21,13 @@ from taskmesh.client.definition import TaskDefinition
 from taskmesh.consumer.candidates.backup_claims import AFTER_S, LAST_PLACE_TO_WAIT
 from taskmesh.consumer.candidates.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.candidates.partitions import Partitions
-from taskmesh.consumer.registration import Registration
 from taskmesh.consumer.run.executions import Executions
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until, varied
 from taskmesh.model.labels import HOST, words
 from taskmesh.model.loop import Loop
-from taskmesh.store import Store
+from taskmesh.model.worker import read_workers
+from taskmesh.store import Store, registry
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.find import Claimable, look_up
 from taskmesh.store.publication import Publication
@@ -55,7 +55,6 @@ class Loops:
         candidates: ClaimQueue,
         executions: Executions,
         partitions: Partitions,
-        registration: Registration,
     ) -> None:
         self._store = store
         self._settings = settings
@@ -64,7 +63,6 @@ class Loops:
         self._candidates = candidates
         self._executions = executions
         self._partitions = partitions
-        self._registration = registration
         self._publications = publications_of(settings, definitions)
         self._next_forget = time.monotonic() + varied(_FORGET_EVERY_S, 0.5)
 
@@ -128,10 +126,10 @@ class Loops:
 
     async def _forget_those_of_others_gone(self) -> None:
         """Delete the loops of workers and hosts that have not been seen for an hour."""
-        fleet = self._registration.fleet
+        seen = read_workers(await registry.workers(self._store))
         places = {
-            "worker": [worker.worker_id for worker in fleet],
-            "host": [str(worker.labels.get(HOST, worker.host)) for worker in fleet],
+            "worker": [worker.worker_id for worker in seen],
+            "host": [str(worker.labels.get(HOST, worker.host)) for worker in seen],
         }
         for publication in self._publications.values():
             per = (publication.loop or {})["per"]

@@ -125,7 +125,7 @@ class Registration:
         self._orders = orders
         self._claim_filter = claim_filter
         self.fleet: list[WorkerInfo] = []
-        """The registered workers, this one among them."""
+        """The live workers, this one among them."""
         self._next_look = 0.0
         self._wake = asyncio.Event()
         self._told_outage = False
@@ -204,7 +204,7 @@ class Registration:
         """Learn which workers are live, and which of them do the same work."""
         if len(self.fleet) > _ALL_LOOK and time.monotonic() < self._next_look:
             return
-        self.fleet = read_workers(await registry.workers(self._store))
+        self.fleet = read_workers(await registry.workers(self._store, live_only=True))
         self._next_look = time.monotonic() + registry.HEARTBEAT_MS / 1000 * len(self.fleet) / _ALL_LOOK
         names, queues = self._settings.names, self._settings.queues
         peers = [worker for worker in self.fleet if worker.competes_for(names, queues)]

@@ -464,7 +464,6 @@ class Worker:
             self.candidates,
             self.executions,
             self.partitions,
-            self.registration,
         )
         self.broadcasts = Broadcasts(store, definitions)
         self._idleness = Idleness(

@@ -84,7 +84,7 @@ async def read_worker(store: Store, worker_id: str) -> Document | None:
     return await store.driver.collection(store.workers).find_one({"_id": worker_id})  # type: ignore[no-any-return]
 
 
-async def workers(store: Store) -> list[Document]:
+async def workers(store: Store, *, live_only: bool = False) -> list[Document]:
     """Return all workers of the last hour, each with `live` and the server's `now`."""
     live = {
         "$and": [
@@ -97,6 +97,8 @@ async def workers(store: Store) -> list[Document]:
         {"$match": {"last_seen": {"$exists": True}}},
         # Whether it was seen recently, by the server's clock; and that clock, from which ages are computed.
         {"$set": {"live": live, "now": store.now}},
+        # Those that have stopped may be many, where each job is a worker.
+        *([{"$match": {"live": True}}] if live_only else []),
         # By id, so that lists stay in place from one look to the next.
         {"$sort": {"_id": 1}},
     ]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from taskmesh import TaskMesh
+from taskmesh.consumer import registration
 from taskmesh.store import registry
+from tests.waiting import eventually
+from tests.working import parts_of, working
 
 DESCRIBED = {"host": "h", "pid": 1, "version": "0", "names": ["job"], "queues": None, "concurrency": 1, "running": 0}
 
@@ -22,3 +27,20 @@ async def test_a_worker_that_somebody_took_for_dead_enters_again(mesh: TaskMesh)
     assert await registry.heartbeat(mesh.store, "w", "instance", DESCRIBED | {"state": "running"}) is None
     assert await registry.register(mesh.store, "w", "instance", DESCRIBED | {"state": "running"}) is not None
     assert [worker.state for worker in await mesh.workers()] == ["running"]
+
+
+async def test_workers_that_have_stopped_keep_nobody_from_seeing_who_comes_and_goes(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each job is a worker there are thousands of them within the hour for which they are kept."""
+    monkeypatch.setattr(registration, "_ALL_LOOK", 8)
+    gone = await registry.register(mesh.store, "gone", "instance", DESCRIBED | {"state": "stopped"}) or {}
+    workers = mesh.store.driver.collection(mesh.store.workers)
+    await workers.insert_many([gone | {"_id": f"gone{n}"} for n in range(1_000)])
+    mesh.task(name="job")(lambda: None)
+    async with working(mesh, "w") as consumer:
+        parts = parts_of(consumer)
+        await eventually(lambda: [worker.worker_id for worker in parts.registration.fleet] == ["w"])
+        async with working(mesh, "comes"):
+            await eventually(lambda: parts.partitions.others_cnt == 1)
+        await eventually(lambda: parts.partitions.alone)
