@@ -29,7 +29,7 @@ class Registry:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._workers: list[WorkerInfo] = []
+        self._live: list[WorkerInfo] = []
         self._queues: dict[str, Document] = {}
         self._read_at = self._outdated_at = float("-inf")
         self._reading = asyncio.Lock()
@@ -37,8 +37,7 @@ class Registry:
 
     async def read(self) -> list[WorkerInfo]:
         """Return all workers of the last hour."""
-        self._workers = read_workers(await registry.workers(self._store))
-        return self._workers
+        return read_workers(await registry.workers(self._store))
 
     def outdate(self) -> None:
         """Read it again for the next publication: something has just changed."""
@@ -74,7 +73,7 @@ class Registry:
     @property
     def places_differ(self) -> bool:
         """Whether it may matter in which queue and group a task is, as of the last reading."""
-        return any(worker.live and worker.queues is not None for worker in self._workers) or any(
+        return any(worker.queues is not None for worker in self._live) or any(
             queue.get("paused")
             or queue.get("paused_groups")
             or QueueLimits.from_document(queue.get("limits") or {}).ever_start_nothing
@@ -82,7 +81,7 @@ class Registry:
         )
 
     def _unregistered(self, name: str) -> list[str]:
-        if name not in known_names(self._workers):
+        if name not in known_names(self._live):
             return []
         said = (
             f"live workers run {name!r}, but its queue, option and params are not registered (these workers are of an older "
@@ -107,15 +106,15 @@ class Registry:
             if self._read_at >= asked:
                 return
             begun = time.monotonic()
-            await self.read()
+            self._live = read_workers(await registry.workers(self._store, live_only=True))
             self._queues = await registry.queues(self._store)
             self._read_at = begun
 
     def _warnings(self, name: str, configuration: Configuration, now: datetime) -> list[str]:
         found = []
-        knowing = able_workers(self._workers, name, configuration.queue)
+        knowing = able_workers(self._live, name, configuration.queue)
         named = configuration.option.specific_worker_ids
-        if not any(worker.live for worker in self._workers):
+        if not self._live:
             found.append("no worker is alive: start one with `taskmesh worker MODULE:MESH`")
         elif not knowing:
             found.append(f"no live worker runs tasks named {name!r} from queue {configuration.queue!r}")
