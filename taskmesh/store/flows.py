@@ -130,11 +130,7 @@ async def sweep(store: Store) -> int:
 
 async def _remove_empty(store: Store) -> None:
     """Check flows that were not checked for an hour, some at a time. Those of which no task is left are removed."""
-    due = {
-        "state": {"$in": ["opened", "open"]},
-        "members": {"$type": "array"},
-        "$expr": {"$lte": ["$check_time", store.now]},
-    }
+    due = {"state": {"$in": ["opened", "open"]}, "$expr": {"$lte": ["$check_time", store.now]}}
     fields = {"first": {"$slice": ["$members", _FIRST_MEMBERS]}, "size": {"$size": "$members"}}
     checked = await _flows(store).find(due, fields, limit=_CHECKED_AT_ONCE).to_list(None)
     if not checked:
