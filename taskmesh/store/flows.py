@@ -152,6 +152,7 @@ async def _remove_empty(store: Store) -> None:
 
 
 async def _is_empty(store: Store, key: str) -> bool:
+    """Whether no document of a member is left: one that is deleted or past its retention counts, since an undo may restore it."""
     flow = await read(store, key)
     for part in in_parts(flow["members"] if flow is not None else ()):
         if await _left_of(store, part):

@@ -85,7 +85,7 @@ async def read_worker(store: Store, worker_id: str) -> Document | None:
 
 
 async def workers(store: Store, *, live_only: bool = False) -> list[Document]:
-    """Return all workers of the last hour, each with `live` and the server's `now`."""
+    """Return all workers of the last hour, or the live ones alone, each with `live` and the server's `now`."""
     live = {
         "$and": [
             {"$ne": ["$state", "stopped"]},
