@@ -401,6 +401,7 @@ class Worker:
             self.partitions,
             self.queues,
             self.limits,
+            self.groups,
             claim_filter,
             life,
             self.backup_claims,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from taskmesh import Consumer, TaskMesh, current_task
-from taskmesh.consumer.candidates import limits, slots, tasks_for_room
+from taskmesh.consumer.candidates import limits, parked, slots, tasks_for_room
 from taskmesh.consumer.candidates.backup_claims import BackupClaims
 from taskmesh.consumer.candidates.claim_queue import ClaimQueue
 from taskmesh.consumer.candidates.limits import Limits
@@ -158,7 +158,7 @@ async def test_of_what_is_found_for_room_those_in_the_lanes_of_others_come_last_
 ) -> None:
     """If all who have room began with the oldest, they would take them from each other."""
     monkeypatch.setattr(tasks_for_room, "_LEFT_TO_OTHERS", timedelta(0) if old else timedelta(hours=1))
-    monkeypatch.setattr(limits, "_PARKED_AT_MOST", 3)
+    monkeypatch.setattr(parked, "_AT_MOST", 3)
     async with held_by_one(mesh, monkeypatch) as (work, task, holder):
         theirs = await publish_in_other_lanes(task, holder, monkeypatch)
         ours = keys_in_lanes(holder, 0)
@@ -184,14 +184,15 @@ async def test_what_was_dropped_is_found_again_before_the_next_scan(
     too_many = dropped == "since there are too many"
     async with held_by_one(mesh, monkeypatch) as (work, task, holder):
         if too_many:
-            monkeypatch.setattr(limits, "_PARKED_AT_MOST", 3)
+            monkeypatch.setattr(parked, "_AT_MOST", 3)
         await task.publish_many({f"k{n}": {} for n in range(40)})
-        parked = parts_of(holder).limits._parked
-        await eventually(lambda: len(parked.get(PLACE, ())) == 3 if too_many else len(parked.get(PLACE, ())) > 10)
+        waiting = parts_of(holder).limits._parked
+        await eventually(lambda: len(waiting.get(PLACE, ())) == 3 if too_many else len(waiting.get(PLACE, ())) > 10)
         monkeypatch.setattr(ClaimQueue, "begin_scan", lambda _: 0)
         if not too_many:  # behind the back of the stream's readers: the one that is tried next
             await mesh.store.driver.collection(mesh.store.tasks).update_one(
-                {"_id": parked[PLACE]._heap[0][1]}, {"$set": {"status": "SUCCESS"}, "$unset": {"next_claim_time": ""}}
+                {"_id": waiting[PLACE]._heap[0][2].id},
+                {"$set": {"status": "SUCCESS"}, "$unset": {"next_claim_time": ""}},
             )
         work.may_end.set()
         await eventually(lambda: len(work.ran) == (41 if too_many else 40))

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from taskmesh.consumer.candidates.turns import Turns
+from taskmesh.consumer.candidates.turns import Turn, Turns
 from taskmesh.consumer.settings import Settings
 from taskmesh.store.find import Claimable
 
@@ -42,6 +42,8 @@ class Candidate:
     group: str | None = None
     timed: bool = False
     """Whether it had to wait for a time. Then a refusal shortly after that time may mean that our clock is a little fast."""
+    turn: Turn | None = None
+    """What it uses, if it has waited for room before, where groups take turns."""
     heard: float = field(default_factory=time.monotonic)
     """When this worker learnt of it, on the monotonic clock."""
 

@@ -2,7 +2,8 @@
 
 A scan reads in the order of claiming. If there is more than one page of work, a single group may fill all of it. Then this part
 looks group by group: once a second at which groups have due tasks, and for the next tasks of a group whenever few of its
-candidates are left, many groups in one command. Queues whose tasks have no group are never looked at.
+candidates are left, many groups in one command. While a queue is full, what is found waits for the turn of its group. Queues
+whose tasks have no group are never looked at.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class Groups:
         """Queues that have groups and more tasks than a scan reads, with the group after which to continue."""
         self._next_look = 0.0
         self._next_probe = 0.0
+        self._to_probe: set[str] = set()
+        """Queues with more tasks than were read, of which it is unknown whether they have groups."""
         self._left_alone: dict[tuple[str, str], float] = {}
 
     @property
@@ -79,17 +82,20 @@ class Groups:
         return bool(self._backlogs)
 
     async def note(self, queues: Collection[str], *, full: bool) -> None:
-        """Note whether a scan has seen everything that is due in these queues."""
+        """Note whether everything that is due in these queues has been seen."""
         if not full:
+            self._to_probe.difference_update(queues)
             for queue in queues:
                 self._backlogs.pop(queue, None)
                 self._candidates.more_of(queue, (), more=False)
             return
+        self._to_probe.update(queues)
         now = time.monotonic()
         if now < self._next_probe:
             return
         self._next_probe = now + _ANY_GROUPS_EVERY_S
-        found = await queues_with_groups(self._store, queues)
+        probed, self._to_probe = self._to_probe, set()
+        found = await queues_with_groups(self._store, probed)
         if new := found - self._backlogs.keys():
             self._backlogs |= dict.fromkeys(new, "")
             self._next_look = 0.0
@@ -126,9 +132,7 @@ class Groups:
             return _ASK_AGAIN_S
         for queue, wanted in self._candidates.wanted_groups().items():
             groups = [
-                group
-                for group in wanted
-                if not self._limits.is_full(queue, group) and (queue, group) not in self._left_alone
+                group for group in wanted if self._limits.wants(queue, group) and (queue, group) not in self._left_alone
             ]
             for start in range(0, len(groups), _GROUPS_AT_ONCE):
                 await self._look_at(queue, groups[start : start + _GROUPS_AT_ONCE], narrowed_by)
@@ -145,6 +149,7 @@ class Groups:
                 found[group] = (others + page.rows, more_of_others or page.full)
         for group, (rows, more) in found.items():
             self._candidates.more_of(queue, [group], more=more)
-            if not self._backup_claims.offer_found(await fitting(self._store, rows, narrowed_by)):
+            # (If the queue has no room now, they are parked, and have their turn.)
+            if not self._backup_claims.offer_found(await fitting(self._store, rows, narrowed_by), has_room=True):
                 self._left_alone[queue, group] = time.monotonic() + _NOTHING_FOUND_S
         self._candidates.ready.set()

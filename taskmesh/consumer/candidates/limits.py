@@ -8,18 +8,19 @@ expires; after the claim, other workers notice that its lease has ended.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from taskmesh.consumer.candidates.claim_queue import Candidate, ClaimQueue, Rank
+from taskmesh.consumer.candidates.claim_queue import Candidate, ClaimQueue
+from taskmesh.consumer.candidates.parked import Parked
 from taskmesh.consumer.candidates.partitions import Partitions
 from taskmesh.consumer.candidates.slots import Place, Slot, Slots
+from taskmesh.consumer.candidates.turns import Turns
 from taskmesh.consumer.run.executions import Executions
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import random_up_to, until, varied
@@ -40,12 +41,15 @@ _ASKING_SHARE = 0.25
 """Where many places have no room, a worker asks for about this part of the time at most, or a fleet would do nothing else."""
 _SCANS_APART_S = 0.3
 """How far apart scans are that look for tasks for room. Where many groups are limited, some group has room all the time."""
+_LOOKS_APART_S, _EACH_LOOK_S = 1.0, 0.02
+"""How far apart looks are at what waits in one queue beside what is known here, and how much of that for each queue."""
 _LOOK_WITHIN_S = 1.0
 """How long a place stays shut for a look at what waits there. If that takes longer, another is wanted."""
+_LOOK_AHEAD_S = 0.03
+"""How long before a place opens the worker that asks first looks for what goes first there."""
 _WHILE_SHUT_S = 30.0
 _WHILE_ALL_OURS_S = 5.0
 """How long to wait if this worker itself occupies all the room: it notices by itself when there is some again."""
-_PARKED_AT_MOST = 2_000
 _TRIED_AT_ONCE = 64
 """How many candidates are tried when a place may have room. If it has room for all of them, more follow."""
 _OTHERS_APART_S = 0.02
@@ -83,35 +87,6 @@ class Sorted:
     """By queue: room has to be booked for them."""
 
 
-class _Parked(Iterator[Candidate]):
-    """Candidates that wait for room in one place. Iterating takes the best out first."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[Rank, str, Candidate]] = []
-        self._known: set[tuple[Rank, str]] = set()
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def __next__(self) -> Candidate:
-        if not self._heap:
-            raise StopIteration
-        rank, id_, candidate = heapq.heappop(self._heap)
-        self._known.discard((rank, id_))
-        return candidate
-
-    def add(self, candidate: Candidate) -> bool:
-        """Park a candidate. False if there are too many."""
-        entry = candidate.rank, candidate.id
-        if entry in self._known:
-            return True
-        if len(self._heap) >= _PARKED_AT_MOST:
-            return False
-        self._known.add(entry)
-        heapq.heappush(self._heap, (*entry, candidate))
-        return True
-
-
 @dataclass(slots=True)
 class _Shut:
     """A place that has no room."""
@@ -122,6 +97,8 @@ class _Shut:
     """Whether that is because of a rate: then the end of an execution makes no room."""
     unconfirmed: bool
     """Whether the earliest start in its window is not confirmed yet, so that it is unknown when that start leaves."""
+    for_look: bool
+    """Whether it has room, and stays shut only until it is known what waits there."""
 
 
 @dataclass(slots=True)
@@ -167,9 +144,11 @@ class Limits:
         self._given_back: set[str] = set()
         """Tasks that a claim has won and that do not start: their lease is being given back."""
         self._shut: dict[Place, _Shut] = {}
-        self._asks_first: set[Place] = set()
-        """Where this worker had a share of the rate when it asked last, so that it asks first when there is room again."""
-        self._parked: dict[Place, _Parked] = {}
+        self._asks_first: dict[Place, bool] = {}
+        """Where this worker had a share of the rate when it asked last, so that it asks first when there is room again.
+
+        And whether it has looked since what goes first there: of what was parked before, others may have taken some."""
+        self._parked: dict[Place, Parked] = {}
         self._asking_takes_s = 0.0
         """How long the latest bookings took, on average."""
         self.tasks_wanted = asyncio.Event()
@@ -250,6 +229,13 @@ class Limits:
                 return True
         return self.is_paused(queue, group)
 
+    def wants(self, queue: str, group: str) -> bool:
+        """Whether more candidates of this group are of use: they have room, or few of them wait for the room of their queue."""
+        if (queue, None) not in self._shut or (queue, group) in self._shut or self.is_paused(queue, group):
+            return not self.is_full(queue, group)
+        parked = self._parked.get((queue, None))
+        return parked is None or parked.count_of(group) <= Turns.LOW
+
     def take_wanted(self) -> set[Place]:
         """Return where there is room for which no candidate waits here. The caller is about to look for some."""
         wanted, self._wanted = self._wanted, set()
@@ -257,8 +243,36 @@ class Limits:
         return wanted
 
     def takes_all(self, place: Place) -> bool:
-        """Whether this worker uses a slot there for tasks of any lane: others may have none."""
+        """Whether this worker takes tasks of any lane there: others have no room for these."""
+        return self._holds_scarce(place) or self._takes_any(place)
+
+    def starts_next(self, place: Place) -> int | None:
+        """Return how many tasks this worker will want to start when a place opens. None: it is not the one that asks first.
+
+        That is one more than it may, so that it is told when to ask again.
+        """
+        if not self._takes_any(place):
+            return None
+        return min(self._most_starts(place), max(1, self._executions.free_slots)) + 1
+
+    def _holds_scarce(self, place: Place) -> bool:
         return self._slots.has_idle(place) and self._is_scarce(place)
+
+    def _takes_any(self, place: Place) -> bool:
+        """Whether this worker asks first for the starts of a rate, and may get all of them.
+
+        Not where groups take turns: what goes first there is not found by one look.
+        """
+        if place not in self._asks_first or self._partitions.alone or self._takes_a_scan(place):
+            return False
+        parked = self._parked.get(place)
+        return self._most_starts(place) <= _LARGEST_WISH and not (parked is not None and parked.has_groups)
+
+    def _most_starts(self, place: Place) -> int:
+        """Return how many tasks may start in a window."""
+        limits = self._limits_of(place[0])
+        most = limits.rate if place[1] is None else limits.group_rate
+        return NO_LIMIT if most is None else most
 
     def was_skipped(self, place: Place) -> bool:
         """Whether tasks may wait in a place that were never offered here, since a scan has skipped it."""
@@ -267,9 +281,10 @@ class Limits:
     def looked_at(self, place: Place, *, brought: bool, more: bool) -> None:
         """Note that what waits in a place was looked at. What was found has been offered. `more`: there is more."""
         (self._turned_away.add if more else self._turned_away.discard)(place)
-        if not self.takes_all(place):
-            self._open(place)
-        elif not brought:
+        if not self._holds_scarce(place):
+            if (shut := self._shut.get(place)) is None or shut.for_look:
+                self._open(place)
+        elif not brought and not self._parked.get(place):
             self._slots.give_back(place)
             self._open(place)
         # Otherwise it stays shut for others than these.
@@ -355,7 +370,7 @@ class Limits:
             if (token := booking.slots.get(candidate.id)) is not None:
                 self._slots.booked(_place(candidate, limits), wishes[candidate.id], token, booking.until, age)
         refused = [candidate for candidate in candidates if candidate.id not in booking.ids]
-        if refused:
+        if refused or booking.next_start is not None:
             self._put_aside(queue, booking, admitted, refused)
         else:  # there may be room for more
             self._lacking.pop(queue, None)
@@ -415,13 +430,11 @@ class Limits:
             await store_limits.confirm(self._store, queue, token, unused)
             self._counted(queue, admission.candidates, sent)
         for place in has_room:  # by now; the start that was counted for it is given back, too
-            for each in (place, (place[0], None)):
+            for each in {place, (place[0], None)}:
                 if (shut := self._shut.get(each)) is not None:
                     shut.rate_used_up = False
-            if self._is_scarce(place) and self._parked.get(place):  # others have most likely taken these, too
-                for candidate in self._parked.pop(place):
-                    self._candidates.not_claimed(candidate.id)
-                self._turned_away.add(place)
+                if self._parked.get(each) and (self._takes_any(each) or (each == place and self._is_scarce(place))):
+                    self._forget(each)
             self._use_room(place)
 
     def given_back(self, id_: str) -> Slot | None:
@@ -491,9 +504,10 @@ class Limits:
         one, if it does not.
         """
         pause, window = self._clock.monotonic(next_start) - time.monotonic(), self._window(place)
-        is_first = had_some or place in self._asks_first
-        (self._asks_first.add if had_some else self._asks_first.discard)(place)
-        behind = 0.0 if is_first else random_up_to(_OTHERS_APART_S * self._partitions.others_cnt)
+        looked = self._asks_first.pop(place, None)
+        if had_some:
+            self._asks_first[place] = bool(looked)
+        behind = 0.0 if had_some or looked is not None else random_up_to(_OTHERS_APART_S * self._partitions.others_cnt)
         # A start is counted from the end of its booking, until it is confirmed.
         self._shut_for(
             place,
@@ -535,22 +549,55 @@ class Limits:
             limits = self._read[queue] = QueueLimits.from_document(self.queues.get(queue, {}))
         return limits
 
-    def _shut_for(self, place: Place, pause: float, *, rate_used_up: bool = False, unconfirmed: bool = False) -> None:
+    def _shut_for(
+        self,
+        place: Place,
+        pause: float,
+        *,
+        rate_used_up: bool = False,
+        unconfirmed: bool = False,
+        for_look: bool = False,
+    ) -> None:
         if (earlier := self._shut.pop(place, None)) is not None:
             earlier.timer.cancel()
-        timer = asyncio.get_running_loop().call_later(pause, self._reopen, place)
-        self._shut[place] = _Shut(timer, rate_used_up, unconfirmed)
+        call_later = asyncio.get_running_loop().call_later
+        if rate_used_up and not unconfirmed and self._takes_any(place):
+            opens = time.monotonic() + pause
+            timer = call_later(max(0.0, pause - _LOOK_AHEAD_S), self._look_ahead, place, opens)
+        else:
+            timer = call_later(pause, self._reopen, place)
+        self._shut[place] = _Shut(timer, rate_used_up, unconfirmed, for_look)
+
+    def _look_ahead(self, place: Place, opens: float) -> None:
+        """Look for what goes first in a place that is about to open."""
+        pause = max(0.0, opens - time.monotonic())
+        self._shut[place].timer = asyncio.get_running_loop().call_later(pause, self._reopen, place)
+        looked = self._asks_first.get(place)
+        if looked is None or self._executions.free_slots <= 0:
+            return
+        if not looked:
+            self._asks_first[place] = True
+            self._forget(place)
+        self._want_tasks(place)
+
+    def _forget(self, place: Place) -> None:
+        """Forget what waits in a place, since others have most likely taken it. It has to be looked up again."""
+        for candidate in self._parked.pop(place, ()):
+            self._candidates.not_claimed(candidate.id)
+        self._turned_away.add(place)
 
     def _park(self, place: Place, candidate: Candidate) -> None:
-        if not self._parked.setdefault(place, _Parked()).add(candidate):
-            self._candidates.not_claimed(candidate.id)
+        if (parked := self._parked.get(place)) is None:
+            parked = self._parked[place] = Parked(in_turn=place[1] is None)
+        for dropped in parked.add(candidate):
+            self._candidates.not_claimed(dropped.id)
             self._turned_away.add(place)
 
     def _reopen(self, place: Place) -> None:
         """Try again. The best of those that wait goes first. If none waits here, look for others."""
         skipped = place in self._turned_away
         if skipped and not self._parked.get(place) and not self._takes_a_scan(place):
-            self._shut_for(place, _LOOK_WITHIN_S)  # so that no newer one goes first
+            self._shut_for(place, _LOOK_WITHIN_S, for_look=True)  # so that no newer one goes first
             self._want_tasks(place)
         elif not self._open(place) and skipped:
             self._turned_away.discard(place)
@@ -565,15 +612,26 @@ class Limits:
 
     def _offer_parked(self, place: Place, count: int) -> bool:
         """Have the best of those that wait in a place tried, at most so many. False if none waits here."""
-        best = list(itertools.islice(self._parked.get(place, ()), count))
-        for candidate in best:
-            self._candidates.offer(replace(candidate, due=time.monotonic(), timed=False))
-        if best:
+        if parked := self._parked.get(place):
+            for candidate in itertools.islice(parked, count):
+                self._candidates.offer(candidate)
             self._candidates.ready.set()
+            self._look_for_others(place, parked)
             return True
         self._parked.pop(place, None)
-        self._asks_first.discard(place)
+        self._asks_first.pop(place, None)
         return False
+
+    def _look_for_others(self, place: Place, parked: Parked) -> None:
+        """Now and then, look whether anything goes before what is parked in a queue that is passed over by scans.
+
+        In a group, all that this worker has not heard of is of the same group, and new.
+        """
+        now = time.monotonic()
+        rest_s = max(_LOOKS_APART_S, len(self._parked) * _EACH_LOOK_S)
+        if place in self._turned_away and place[1] is None and now - parked.last_look > rest_s:
+            parked.last_look = now
+            self._want_tasks(place)
 
     def _takes_a_scan(self, place: Place) -> bool:
         """Whether the tasks that have room there stand behind others that have none: those of groups, in a queue."""
@@ -604,8 +662,7 @@ class Limits:
             self._slots.give_back(place)
         elif parked and place in self._shut and self._promise(place):
             # The slot is in hand, and the place stays shut for the others.
-            self._candidates.offer(replace(next(parked), due=time.monotonic(), timed=False))
-            self._candidates.ready.set()
+            self._offer_parked(place, 1)
         elif not parked and self._is_scarce(place) and self._promise(place):
             self._want_tasks(place)
         else:

@@ -1,8 +1,9 @@
-"""Tasks for room: looks for tasks where there is room under a limit and no candidate waits at this worker.
+"""Tasks for room: looks for tasks where there is room under a limit, or will be, beside those that wait at this worker.
 
-While a queue has no room, scans skip it, so there is nothing here to use the room for when there is some again. Where few tasks
-may run at once, whoever holds a slot takes tasks from the lanes of all workers: without a slot, those cannot start them.
-Otherwise the slot would be given back, and found by another worker only after a while. Many places are looked at in one command.
+While a queue has no room, scans skip it, so there may be nothing here to use the room for when there is some again, or something
+that this worker has not heard of goes first. Where few tasks may run at once, whoever holds a slot takes tasks from the lanes of
+all workers: without a slot, those cannot start them. Otherwise the slot would be given back, and found by another worker only
+after a while. Whoever asks first for the starts of a rate does the same. Many places are looked at in one command.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pymongo.errors import PyMongoError
 from taskmesh.consumer.candidates.backup_claims import BackupClaims
 from taskmesh.consumer.candidates.claim_filter import ClaimFilter
 from taskmesh.consumer.candidates.claim_queue import ClaimQueue
+from taskmesh.consumer.candidates.groups import Groups
 from taskmesh.consumer.candidates.limits import Limits
 from taskmesh.consumer.candidates.partitions import Partitions
 from taskmesh.consumer.candidates.queues import Queues
@@ -61,6 +63,7 @@ class TasksForRoom:
         partitions: Partitions,
         queues: Queues,
         limits: Limits,
+        groups: Groups,
         claim_filter: ClaimFilter,
         life: Life,
         backup_claims: BackupClaims,
@@ -72,6 +75,7 @@ class TasksForRoom:
         self._partitions = partitions
         self._queues = queues
         self._limits = limits
+        self._groups = groups
         self._claim_filter = claim_filter
         self._life = life
         self._backup_claims = backup_claims
@@ -114,7 +118,7 @@ class TasksForRoom:
         """Look at waiting tasks."""
         count = max(_LEAST, min(_MOST, _TASKS_AT_ONCE // len(places)))
         looks = [
-            Look(*place, some, lanes, count)
+            Look(*place, some, lanes, min(count, self._limits.starts_next(place) or count))
             for names, queues in self._where({queue for queue, _ in places})
             for place in places
             if place[0] in queues
@@ -130,10 +134,15 @@ class TasksForRoom:
         # Nothing is awaited from here on, so that the best goes first.
         for place, rows in found.items():
             takes_all = self._limits.takes_all(place)
-            offered = self._ours_first(rows) if takes_all else rows
+            is_next = self._limits.starts_next(place) is not None
+            offered = self._ours_first(rows) if takes_all and not is_next else rows
             brought = self._backup_claims.offer_found(offered, place=0 if takes_all else None, has_room=True)
             self._limits.looked_at(place, brought=brought > 0, more=place in more or len(offered) < len(rows))
         self._candidates.ready.set()
+        behind = {queue for queue, group in more if group is None}
+        await self._groups.note({queue for queue, group in places if group is None} - behind, full=False)
+        if behind:
+            await self._groups.note(behind, full=True)
 
     def _ours_first(self, rows: list[Claimable]) -> list[Claimable]:
         """Return those in this worker's lanes, and few of those that others have left for a while; if there are none, all.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 
 class Ranked(Protocol):
@@ -23,6 +23,15 @@ class Ranked(Protocol):
 
 
 T = TypeVar("T", bound=Ranked)
+
+
+class Turn(NamedTuple):
+    """What a candidate used when it was taken. If it comes back unused, nothing has changed."""
+
+    before: float
+    """The turn that its group had had before."""
+    rank: Any
+    """The place of the queue."""
 
 
 class _Line(Generic[T]):
@@ -65,22 +74,34 @@ class Turns(Generic[T]):
     def __len__(self) -> int:
         return self._count
 
-    def add(self, candidate: T) -> None:
-        """Let a candidate wait for the turn of its group."""
+    def add(self, candidate: T, unused: Turn | None = None) -> None:
+        """Let a candidate wait for the turn of its group. `unused`: what it had when it was taken, if it comes back."""
         group = str(candidate.group)
         line = self._lines.get(group)
         if line is None:
             line = self._lines[group] = _Line(group, self._turn - 0.5)
+        goes_back = unused is not None and unused.before < line.turn
+        if unused is not None:
+            line.turn = min(line.turn, unused.before)
         self._sequence += 1
         heapq.heappush(line.heap, (candidate.rank, self._sequence, candidate))
-        heapq.heappush(self._ranks, candidate.rank)
+        heapq.heappush(self._ranks, candidate.rank if unused is None else unused.rank)
         self._count += 1
-        if line.entry is None or candidate.rank[0] < line.entry[0]:
+        if line.entry is None or candidate.rank[0] < line.entry[0] or goes_back:
             self._queue_up(line)
 
     def has(self, group: str) -> bool:
         """Whether anything of a group waits here."""
         return group in self._lines
+
+    def count_of(self, group: str) -> int:
+        """Return how many of a group wait here."""
+        return len(line.heap) if (line := self._lines.get(group)) is not None else 0
+
+    def next_turn(self, held: Mapping[str, T]) -> Turn | None:
+        """Return what the next to be taken uses. None if nothing waits here."""
+        line = self._next(held)
+        return None if line is None else Turn(line.turn, self._ranks[0])
 
     def first(self, held: Mapping[str, T]) -> Any:
         """Return the best rank of all that waits here. None if nothing does."""
