@@ -147,7 +147,8 @@ class Limits:
         self._asks_first: dict[Place, bool] = {}
         """Where this worker had a share of the rate when it asked last, so that it asks first when there is room again.
 
-        And whether it has looked since what goes first there: of what was parked before, others may have taken some."""
+        The value: whether it has looked up since then what goes first. Of what was parked before, others may have taken some.
+        """
         self._parked: dict[Place, Parked] = {}
         self._asking_takes_s = 0.0
         """How long the latest bookings took, on average."""
