@@ -44,7 +44,7 @@ _TOO_LATE_S = 0.5
 _CLAIM_LANDS_S = 0.02
 LETS_GO_AFTER_S = 10.0
 """How long a stream is kept that covers too many lanes: while a fleet grows, each worker that joins takes over some."""
-_QUEUES_AT_LEAST_EVERY_S = 2.0
+_QUEUES_EVERY_S = 2.0
 _ASK_EVERY_S = 1.0
 _STREAM_IS_BACK_WITHIN_S = 2.0
 
@@ -93,6 +93,8 @@ class Listener:
         self._woken: set[str] = set()
         self._concerned: set[str] = set()
         self._queues_changed = False
+        self._next_queues = time.monotonic() + _QUEUES_EVERY_S
+        """When (monotonic) the settings of queues are read again if no event requests it: none announces the end of a pause."""
         self._orders_changed = False
         self._lag_s = 0.0
         """How late the last hint came."""
@@ -149,9 +151,10 @@ class Listener:
     async def run(self) -> None:
         """Follow up what hints leave open, for ever: they carry no more than an `_id`."""
         while True:
-            if not await until(self._something, _QUEUES_AT_LEAST_EVERY_S if self.listens else _ASK_EVERY_S):
-                self._queues_changed = True
+            left_s = self._next_queues - time.monotonic()
+            await until(self._something, left_s if self.listens else min(left_s, _ASK_EVERY_S))
             self._something.clear()
+            self._queues_changed |= time.monotonic() >= self._next_queues
             try:
                 # Not before the wait: the scanner may have opened or closed the stream meanwhile.
                 if self.listens != self._listening.hears:
@@ -335,6 +338,7 @@ class Listener:
             self._candidates.order_scan()
         if self._queues_changed:
             self._queues_changed = False
+            self._next_queues = time.monotonic() + _QUEUES_EVERY_S
             await self._queues.read()
         if self._orders_changed:
             self._orders_changed = False

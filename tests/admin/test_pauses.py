@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from taskmesh import QueueNotEmpty, TaskMesh, TaskNotFound
+from taskmesh import QueueNotEmpty, TaskMesh, TaskNotFound, TaskOption
 from taskmesh.store import Store
 from taskmesh.store.queues import limits
 from tests.waiting import eventually
@@ -38,6 +38,25 @@ async def test_a_pause_until_a_time_ends_by_itself(mesh: TaskMesh, listen: bool)
         assert consumer.finished == 0
         await mesh.pause("tired", until=mesh.clock.now() + timedelta(seconds=1))
         assert await handle.result(timeout=60) == "awake"
+
+
+async def test_a_pause_ends_by_itself_however_much_the_stream_tells(mesh: TaskMesh) -> None:
+    """No event announces its end, so a worker that always has an event to follow up has to look by time, too."""
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=1_000, unexpected_retry_delay_ms=200))
+    async def restless() -> None:
+        raise ValueError("again")
+
+    @mesh.task(queue="tired")
+    async def work() -> str:
+        return "awake"
+
+    await restless.publish_many({str(n): {} for n in range(5)})
+    async with working(mesh) as consumer:
+        await mesh.pause("tired", until=mesh.clock.now() + timedelta(seconds=1))
+        await eventually(lambda: parts_of(consumer).queues.paused == {"tired"})
+        handle = await work.publish("k")
+        assert await handle.result(timeout=20) == "awake"
 
 
 async def test_what_runs_runs_on_while_its_queue_is_paused_and_nothing_new_starts(mesh: TaskMesh) -> None:
