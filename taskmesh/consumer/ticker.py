@@ -1,6 +1,8 @@
-"""The ticker: publishes the tasks of periodic schedules. Every worker has one, and the first to come does the work.
+"""The ticker: publishes the tasks of periodic schedules. Every worker has one.
 
-If it dies in between, the next worker finds the schedule as it was, with the tick perhaps published already, and goes on.
+For each schedule the workers have an order, as for each task. The first wakes for its tick and does the work, the next few look a
+moment later, and the others leave it to the looks that they take at all. Whoever dies in between leaves the schedule as it was,
+with the tick perhaps published already, and the next worker goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from zlib import crc32
 from pymongo.errors import PyMongoError
 
 from taskmesh.client.schedules import Schedules
-from taskmesh.consumer.timing import until, varied
+from taskmesh.consumer.candidates.backup_claims import AFTER_S, LAST_PLACE_TO_WAIT
+from taskmesh.consumer.candidates.partitions import Partitions
+from taskmesh.consumer.timing import varied
 from taskmesh.model.errors import TaskMeshError
 from taskmesh.model.schedule import Attendance, key_of, ticks_to_publish
 from taskmesh.model.task import task_id
@@ -26,6 +30,8 @@ from taskmesh.store.triggers import schedules
 logger = logging.getLogger("taskmesh.ticker")
 
 _LOOK_EVERY_S = 1.0
+_LOOK_AT_LEAST_EVERY_S = schedules.OUTAGE_MS / 1000 * 2 / 3
+"""Also in a large fleet, once there are schedules: if all others die, the time until this worker looks must not be an outage."""
 _WHEN_OTHERS_ARE_AT_IT_S = 0.02
 _AT_ONCE = 32
 """How many schedules a worker looks after at the same time: a tick waits for a majority of the replica set twice."""
@@ -34,10 +40,10 @@ _AT_ONCE = 32
 class Ticker:
     """Looks after the schedules, on one worker."""
 
-    def __init__(self, store: Store, periodic: Schedules) -> None:
+    def __init__(self, store: Store, periodic: Schedules, partitions: Partitions) -> None:
         self._store = store
         self._periodic = periodic
-        self._wake = asyncio.Event()
+        self._partitions = partitions
         self._told: set[str] = set()
         """The schedules that this worker cannot look after, as its log tells."""
         self.published = 0
@@ -50,18 +56,24 @@ class Ticker:
             except PyMongoError as error:
                 logger.debug("could not look after the schedules (%s): trying again", type(error).__name__)
                 pause = _LOOK_EVERY_S
-            await until(self._wake, pause)
+            await asyncio.sleep(pause)
 
     async def run_once(self) -> float:
         """Publish what is due. Return how many seconds to wait before the next look."""
         waiting = await schedules.due(self._store)
+        look_every_s = self._partitions.in_turn(_LOOK_EVERY_S)
         if not waiting:
-            return varied(_LOOK_EVERY_S, 0.1)
+            return varied(look_every_s, 0.1)
         attendance = await schedules.attend(self._store)
-        due = [schedule for schedule in waiting if schedule["next_time"] <= attendance.now]
-        pauses = [varied(_LOOK_EVERY_S, 0.1)]
-        if len(due) < len(waiting):
-            pauses.append((waiting[len(due)]["next_time"] - attendance.now).total_seconds() + 0.001)
+        due: list[Document] = []
+        pauses = [varied(min(look_every_s, _LOOK_AT_LEAST_EVERY_S), 0.1)]
+        for schedule in waiting:
+            place = self._partitions.place_in_fleet(schedule["_id"])
+            wait_s = (schedule["next_time"] - attendance.now).total_seconds() + AFTER_S * min(place, LAST_PLACE_TO_WAIT)
+            if wait_s <= 0:
+                due.append(schedule)
+            elif place <= LAST_PLACE_TO_WAIT:
+                pauses.append(wait_s + 0.001)
         due.sort(
             key=lambda schedule: schedule["_id"] in self._told
         )  # what is left to other workers holds up nothing here

@@ -441,7 +441,7 @@ class Worker:
             groups=self.groups,
         )
         # Those that look after the fleet, and the end.
-        self.ticker = Ticker(store, mesh.schedules)
+        self.ticker = Ticker(store, mesh.schedules, self.partitions)
         self.registration = Registration(
             store,
             clock,

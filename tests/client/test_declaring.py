@@ -13,7 +13,7 @@ from taskmesh.consumer.ticker import Ticker
 from taskmesh.integrations.encryption import AESCodec
 from taskmesh.store.triggers import schedules
 from tests.waiting import eventually
-from tests.working import working
+from tests.working import lanes_of, working
 
 _NAIVE = datetime(2036, 1, 1, 12, 0, 0, 123_456)  # noqa: DTZ001 -- as people pass them
 
@@ -39,7 +39,7 @@ async def test_a_backlog_too_long_for_one_look_is_worked_off_in_several(
     await mesh.every(tick, schedule_id="s", interval_ms=1_000, missed="all")
     ago = mesh.clock.now() - timedelta(seconds=200)
     await mesh.store.driver.collection("schedules").update_one({"_id": "s"}, {"$set": {"next_time": ago}})
-    ticker = Ticker(mesh.store, mesh.schedules)
+    ticker = Ticker(mesh.store, mesh.schedules, lanes_of("one", []))
 
     async def all_published() -> bool:
         await ticker.run_once()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import pairwise
@@ -20,10 +21,11 @@ from taskmesh import InvalidOption, InvalidParams, TaskMesh, TaskNotFound, TaskO
 from taskmesh.consumer.ticker import Ticker
 from taskmesh.model.schedule import key_of
 from taskmesh.store.triggers import schedules
+from taskmesh.store.triggers.schedules import OUTAGE_MS
 from tests.processes.fleet import Fleet
 from tests.processes.handlers import define
 from tests.waiting import eventually
-from tests.working import all_working, finished, parts_of, working
+from tests.working import all_working, finished, lanes_of, parts_of, seen_by_others, working
 
 # In a year to come: what lies in the past by the real clock, the server's TTL monitor removes.
 START = datetime(2036, 6, 1, 12, 0, 30, tzinfo=UTC)
@@ -34,12 +36,61 @@ def set_time(mesh: TaskMesh, moment: datetime) -> None:
     mesh.store.now = moment
 
 
-def ticker(mesh: TaskMesh) -> Ticker:
-    return Ticker(mesh.store, mesh.schedules)
+def ticker(mesh: TaskMesh, worker_id: str = "one", fleet: Iterable[str] = ()) -> Ticker:
+    """Return the ticker of a worker: of one that knows of no other, or of one in a fleet."""
+    return Ticker(mesh.store, mesh.schedules, lanes_of(worker_id, [seen_by_others(each) for each in fleet]))
 
 
 async def keys(mesh: TaskMesh, name: str) -> list[str]:
     return [task.key async for task in mesh.find(name, limit=0)]
+
+
+async def test_one_worker_publishes_a_tick_and_others_take_over_a_moment_later(mesh: TaskMesh) -> None:
+    set_time(mesh, START)
+    await mesh.every("report", cron="* * * * *")
+    ids = [f"w{n}" for n in range(20)]
+    tickers = {each: ticker(mesh, each, ids) for each in ids}
+    at = {each: lanes_of(each, [seen_by_others(other) for other in ids]).place_in_fleet("report") for each in ids}
+    in_order = sorted(ids, key=at.__getitem__)
+    first = datetime(2036, 6, 1, 12, 1, tzinfo=UTC)
+
+    def published() -> dict[int, int]:
+        return {place: tickers[each].published for place, each in enumerate(in_order) if tickers[each].published}
+
+    async def pauses_before(tick: datetime) -> list[float]:
+        set_time(mesh, tick - timedelta(milliseconds=500))
+        return [await tickers[each].run_once() for each in in_order]
+
+    # Six wake for it, one after the other. The others look when they look anyway: before that would be an outage.
+    pauses = await pauses_before(first)
+    assert pauses[:6] == pytest.approx([0.501 + 0.05 * place for place in range(6)])
+    assert all(1.7 < pause < OUTAGE_MS / 1000 for pause in pauses[6:])
+    set_time(mesh, first)
+    for each in reversed(in_order):
+        await tickers[each].run_once()
+    assert published() == {0: 1}
+
+    # The first is dead: the second does it.
+    second = first + timedelta(minutes=1)
+    await pauses_before(second)
+    set_time(mesh, second + timedelta(milliseconds=50))
+    for each in reversed(in_order[1:]):
+        await tickers[each].run_once()
+    assert published() == {0: 1, 1: 1}
+
+    # All of the first six are dead: whoever looks does it.
+    third = second + timedelta(minutes=1)
+    await pauses_before(third)
+    set_time(mesh, third + timedelta(milliseconds=250))
+    await tickers[in_order[19]].run_once()
+    assert published() == {0: 1, 1: 1, 19: 1}
+    assert await keys(mesh, "report") == [f"report@2036-06-01T12:0{n}:00Z" for n in (1, 2, 3)]
+
+
+async def test_a_large_fleet_looks_for_schedules_no_more_often_than_a_small_one(mesh: TaskMesh) -> None:
+    ids = [f"w{n}" for n in range(16)]
+    assert 0.9 <= await ticker(mesh).run_once() <= 1.1
+    assert 3.6 <= await ticker(mesh, "w0", ids).run_once() <= 4.4
 
 
 async def look_at(mesh: TaskMesh, moment: datetime, *tickers: Ticker) -> None:

@@ -45,7 +45,7 @@ class InsertedTasks:
         """Take in a task that the stream has announced."""
         if not isinstance(id_, str) or not id_.startswith(f"{name}:"):
             logger.warning("the document %.200r is no task: its _id must be name:key; left alone", id_)
-        elif self._partitions.place_to_accept(id_, heard=True) == 0:
+        elif self._partitions.place_in_fleet(id_, heard=True) == 0:
             self._heard.add(id_)
             self._wake.set()
         else:
@@ -88,7 +88,7 @@ class InsertedTasks:
         if now >= self._next_look:
             found = set(await self._acceptance.waiting(_PAGE))
             mine = {
-                id_ for id_ in found if id_ in self._left or self._partitions.place_to_accept(id_, heard=False) == 0
+                id_ for id_ in found if id_ in self._left or self._partitions.place_in_fleet(id_) == 0
             }
             heard |= mine
             self._left = set()

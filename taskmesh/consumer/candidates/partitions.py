@@ -121,8 +121,8 @@ class Partitions:
         """Return how many listening workers come before this one for a task that any of them may run: 0 if they differ."""
         return self.place_to_hear(id_, "") if self._alike else 0
 
-    def place_to_accept(self, id_: str, *, heard: bool) -> int:
-        """Return how many workers come before this one in the lane of an inserted task. Every worker can accept it.
+    def place_in_fleet(self, id_: str, *, heard: bool = False) -> int:
+        """Return how many workers come before this one for what any worker can do: accept an inserted task, publish a tick.
 
         `heard`: count only those that listen.
         """
