@@ -13,6 +13,7 @@ from typing import Any
 from pymongo.errors import PyMongoError
 
 from taskmesh.client.definition import TaskDefinition
+from taskmesh.consumer.candidates.partitions import Partitions
 from taskmesh.consumer.timing import varied
 from taskmesh.model.worker import read_workers
 from taskmesh.store import Store, broadcasts, registry
@@ -25,14 +26,17 @@ _LOOK_EVERY_S = 1.0
 class Broadcasts:
     """Looks after the unfinished broadcasts whose names this worker knows."""
 
-    def __init__(self, store: Store, definitions: Mapping[str, TaskDefinition[Any, Any]]) -> None:
+    def __init__(
+        self, store: Store, definitions: Mapping[str, TaskDefinition[Any, Any]], partitions: Partitions
+    ) -> None:
         self._store = store
+        self._partitions = partitions
         self._places = [(name, each.queues) for name, each in definitions.items() if each.broadcast]
 
     async def run(self) -> None:
         """Look for ever."""
         while self._places:
-            await asyncio.sleep(varied(_LOOK_EVERY_S, 0.3))
+            await asyncio.sleep(varied(self._partitions.in_turn(_LOOK_EVERY_S), 0.3))
             try:
                 await self.run_once()
             except PyMongoError as error:

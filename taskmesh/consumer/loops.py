@@ -87,24 +87,30 @@ class Loops:
         found = {row.id: row for row in await look_up(self._store, self._me, list(self._publications))}
         await self._restore([id_ for id_ in self._publications if id_ not in found])
         now = time.monotonic()
-        pause = varied(_LOOK_EVERY_S, 0.1)
+        places = {row.id: self._place(row) for row in found.values()}
+        # Those that are behind in the order for every loop share the looks, and do not wake for what is due.
+        among_the_first = min(places.values(), default=0) <= LAST_PLACE_TO_WAIT
+        pause = varied(_LOOK_EVERY_S if among_the_first else self._partitions.in_turn(_LOOK_EVERY_S), 0.1)
         for row in found.values():
             if row.id in self._executions or row.claim_time == NEVER:
                 continue
-            due = self._due(row)
-            if due > now:
-                pause = min(pause, due - now)
-            else:
+            due = self._due(row, places[row.id])
+            if due <= now:
                 self._offer(row, due, now)
+            elif places[row.id] <= LAST_PLACE_TO_WAIT:
+                pause = min(pause, due - now)
         if now >= self._next_forget:
             self._next_forget = now + varied(_FORGET_EVERY_S, 0.5)
             await self._forget_those_of_others_gone()
         return pause
 
-    def _due(self, row: Claimable) -> float:
+    def _place(self, row: Claimable) -> int:
+        """Return how many workers come before this one for a loop."""
+        return 0 if row.named else self._partitions.place(row.id, row.queue, row.needs)
+
+    def _due(self, row: Claimable, place: int) -> float:
         """Return when this worker tries it: a moment later for each worker that comes before it, so that they do not race."""
         moment = row.next_claim_time if row.claim_time is None else max(row.claim_time, row.next_claim_time)
-        place = 0 if row.named else self._partitions.place(row.id, row.queue, row.needs)
         return self._clock.monotonic(moment) + AFTER_S * min(place, LAST_PLACE_TO_WAIT)
 
     def _offer(self, row: Claimable, due: float, now: float) -> None:

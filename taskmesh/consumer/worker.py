@@ -466,7 +466,7 @@ class Worker:
             self.executions,
             self.partitions,
         )
-        self.broadcasts = Broadcasts(store, definitions)
+        self.broadcasts = Broadcasts(store, definitions, self.partitions)
         self._idleness = Idleness(
             store,
             settings,

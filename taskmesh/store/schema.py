@@ -136,8 +136,8 @@ FLOW_INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     "members": ([("members", 1)], {}),
 }
 SEQUENCE_INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
-    # Lines whose head has been that for long.
-    "since": ([("since", 1)], {}),
+    # Lines whose head has been that for long, and has to be looked at now.
+    "check": ([("check_time", 1)], {}),
 }
 UNDO_INDEXES = WORKER_INDEXES | {"of": ([("of", 1), ("_id", 1)], {})}
 

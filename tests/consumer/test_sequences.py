@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -164,7 +164,7 @@ async def test_one_that_blocks_its_line_does_so_too_if_it_fails_before_it_is_at_
 async def test_a_head_that_is_cancelled_deleted_or_expired_makes_way(
     mesh: TaskMesh, mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(sequences, "_LOOK_AFTER_MS", 100)
+    monkeypatch.setattr(sequences, "_FIRST_LOOK_AFTER_MS", 100)
 
     @mesh.task
     async def step() -> None:
@@ -186,6 +186,34 @@ async def test_a_head_that_is_cancelled_deleted_or_expired_makes_way(
             with MongoClient[dict[str, Any]](mongo_uri) as client:
                 client[database]["tasks"].delete_one({"_id": "step:head"})
         await finished(mesh, "step", "next")
+
+
+async def test_a_head_that_waits_for_long_is_looked_at_ever_less_often(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def step() -> None:
+        """Do nothing."""
+
+    line = step.configure(sequence_key="k", delay_ms=86_400_000)
+    heads = mesh.store.driver.collection(mesh.store.sequences)
+    begun = mesh.store.now = datetime(2036, 6, 1, 12, tzinfo=UTC)
+
+    async def looks(until_s: int) -> list[float]:
+        """Sweep every five seconds. Return after how many seconds the head was looked at."""
+        found: list[float] = []
+        for second in range(0, until_s, 5):
+            mesh.store.now = begun + timedelta(seconds=second)
+            before = await heads.find_one()
+            await sequences.sweep(mesh.store)
+            if await heads.find_one() != before:
+                found.append(second)
+        return found
+
+    await line.publish("first")
+    await line.publish("second")
+    assert await looks(2_000) == [10, 30, 70, 150, 310, 630, 1_230, 1_830]
+    begun = mesh.store.now
+    await mesh.cancel("step", "first")
+    assert await looks(100) == [10, 30, 70], "a new head begins anew"
 
 
 async def _line_held_by_b(mesh: TaskMesh) -> tuple[list[str], asyncio.Event, asyncio.Event]:

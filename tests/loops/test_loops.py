@@ -21,11 +21,13 @@ from taskmesh import (
     current_blocking_task,
     current_task,
 )
+from taskmesh.consumer.candidates.backup_claims import LAST_PLACE_TO_WAIT
+from taskmesh.consumer.loops import Loops
 from taskmesh.consumer.subprocess import processes  # noqa: F401 — imported here, so that no event loop has to read files
 from taskmesh.model.task import Rounds
 from tests.loops import handlers
 from tests.waiting import eventually
-from tests.working import all_working, finished, parts_of, status_is, working
+from tests.working import all_working, finished, lanes_of, parts_of, seen_by_others, status_is, working
 
 QUICK = TaskOption(unexpected_retry_delay_ms=20)
 
@@ -150,6 +152,24 @@ async def test_a_loop_runs_in_each_worker_or_on_each_host(mesh: TaskMesh) -> Non
         assert {"w1", "h1"} <= left
     # Who stops takes what is its own with it; what is of the host stays.
     assert {task.key async for task in mesh.find()} == {"h1", "h2", "fleet"}
+
+
+async def test_in_a_large_fleet_the_first_workers_for_a_loop_look_after_it(mesh: TaskMesh) -> None:
+    @mesh.loop(interval_ms=60_000)
+    async def rounds() -> None:
+        """Do nothing."""
+
+    ids = [f"w{n}" for n in range(20)]
+    async with working(mesh, "w") as consumer:
+        worker, settings = parts_of(consumer), consumer._settings
+        await eventually(lambda: worker.executions.started >= 1 and not worker.executions)  # it waits for its next round
+        for each in ids:
+            lanes = lanes_of(each, [seen_by_others(other, ["rounds"]) for other in ids], ["rounds"])
+            looks = Loops(
+                mesh.store, settings, mesh.clock, mesh.definitions, worker.candidates, worker.executions, lanes
+            )
+            seldom = lanes.place("rounds:fleet", "default") > LAST_PLACE_TO_WAIT
+            assert await looks.run_once() == pytest.approx(5.0 if seldom else 1.0, rel=0.11)
 
 
 async def test_loops_run_beside_a_full_worker_and_hold_no_slot(mesh: TaskMesh) -> None:

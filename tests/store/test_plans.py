@@ -183,7 +183,7 @@ LONG_AGO = datetime.now(UTC) - timedelta(hours=1)
 @pytest.mark.parametrize(
     ("name", "due", "sweep"),
     [
-        ("sequences", {"since": LONG_AGO, "head": "job:k", "place": 1}, sequences.sweep),
+        ("sequences", {"check_time": LONG_AGO, "head": "job:k", "place": 1}, sequences.sweep),
         ("flows", {"state": "opened", "check_time": LONG_AGO, "members": ["job:k"]}, flows.sweep),
     ],
 )

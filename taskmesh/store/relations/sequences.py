@@ -32,7 +32,8 @@ logger = logging.getLogger("taskmesh.sequences")
 
 _ROUNDS = 10
 _LINES_AT_ONCE = 250
-_LOOK_AFTER_MS = 10_000
+_FIRST_LOOK_AFTER_MS = 10_000
+_LONGEST_PAUSE_MS = 600_000
 _LOOKED_AT_ONCE = 250
 _UNFINISHED = ("INIT", "RUNNING")
 FIELDS = dict.fromkeys(("status", *(f"task_state.{n}" for n in ("place", "in_line", "line", "on_sequence_failure"))), 1)
@@ -177,9 +178,10 @@ async def _move_on(
         as_seen = {"_id": line, "head": head["head"], "place": head["place"]} if head else {"_id": line, "head": None}
         if after is not None:
             new = {"head": after["head"], "place": after["place"]}
+            check = {"pause_ms": _FIRST_LOOK_AFTER_MS, "check_time": {"$add": [store.now, _FIRST_LOOK_AFTER_MS]}}
             change = [
-                # The new head, and since when it is that.
-                {"$set": {**{name: {"$literal": value} for name, value in new.items()}, "since": store.now}},
+                # The new head, and when to look at it if it is that still.
+                {"$set": {**{name: {"$literal": value} for name, value in new.items()}, **check}},
             ]
             updates.append({"q": as_seen, "u": change, "upsert": head is None})
         elif head is not None:
@@ -234,13 +236,21 @@ async def head_of(store: Store, line: str) -> str | None:
 
 
 async def sweep(store: Store) -> None:
-    """Check heads that have been that for long: a task that was removed by hand has left no mark."""
-    old = {"$expr": {"$lte": ["$since", {"$subtract": [store.now, _LOOK_AFTER_MS]}]}}
-    cursor = store.driver.collection(store.sequences).find(old, {"_id": 1}, limit=_LOOKED_AT_ONCE)
-    lines: list[Any] = [each["_id"] for each in await cursor.sort([("since", 1)]).to_list(None)]
+    """Check heads that have been that for long: a task that was removed by hand has left no mark.
+
+    The longer a head has been that, the less often, so that thousands of lines that wait for a paused queue cost next to nothing.
+    """
+    due = {"$expr": {"$lte": ["$check_time", store.now]}}
+    cursor = store.driver.collection(store.sequences).find(due, {"_id": 1}, limit=_LOOKED_AT_ONCE)
+    lines: list[Any] = [each["_id"] for each in await cursor.sort([("check_time", 1)]).to_list(None)]
     if lines:
         # So that not every worker checks, and others have their turn.
-        looked: list[Document] = [{"$set": {"since": store.now}}]
-        # By `_id`: the server might prefer the index of `since`, and look at all that are old.
-        await store.driver.collection(store.sequences).update_many({"_id": {"$in": lines}, **old}, looked, hint="_id_")
+        looked: list[Document] = [
+            # The next pause is twice as long as the last one,
+            {"$set": {"pause_ms": {"$min": [_LONGEST_PAUSE_MS, {"$multiply": [2, "$pause_ms"]}]}}},
+            # and begins now.
+            {"$set": {"check_time": {"$add": [store.now, "$pause_ms"]}}},
+        ]
+        # By `_id`: the server might prefer the index of `check_time`, and look at all that are due.
+        await store.driver.collection(store.sequences).update_many({"_id": {"$in": lines}, **due}, looked, hint="_id_")
         await advance(store, lines)
