@@ -33,7 +33,10 @@ class Line:
         print(json.dumps(told), flush=True)
 
     async def sample(self, done: Callable[[], int], every_s: float = 0.1) -> None:
-        """Say for ever how much is done. (Fifty times a second, sixteen members took a tenth of the machine for it.)"""
+        """Say for ever how much is done.
+
+        Seldom: fifty times a second, sixteen members took a tenth of the machine for it.
+        """
         while True:
             self.say(t=time.monotonic(), n=done())
             await asyncio.sleep(every_s)

@@ -162,7 +162,9 @@ async def test_in_a_large_fleet_the_first_workers_for_a_loop_look_after_it(mesh:
     ids = [f"w{n}" for n in range(20)]
     async with working(mesh, "w") as consumer:
         worker, settings = parts_of(consumer), consumer._settings
-        await eventually(lambda: worker.executions.started >= 1 and not worker.executions)  # it waits for its next round
+        await eventually(
+            lambda: worker.executions.started >= 1 and not worker.executions
+        )  # it waits for its next round
         for each in ids:
             lanes = lanes_of(each, [seen_by_others(other, ["rounds"]) for other in ids], ["rounds"])
             looks = Loops(

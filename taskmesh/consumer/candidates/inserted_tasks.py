@@ -87,9 +87,7 @@ class InsertedTasks:
         now = time.monotonic()
         if now >= self._next_look:
             found = set(await self._acceptance.waiting(_PAGE))
-            mine = {
-                id_ for id_ in found if id_ in self._left or self._partitions.place_in_fleet(id_) == 0
-            }
+            mine = {id_ for id_ in found if id_ in self._left or self._partitions.place_in_fleet(id_) == 0}
             heard |= mine
             self._left = set()
             if len(found) < _PAGE or not mine:
