@@ -35,7 +35,7 @@ class Line:
     async def sample(self, done: Callable[[], int], every_s: float = 0.1) -> None:
         """Say for ever how much is done.
 
-        Seldom: fifty times a second, sixteen members took a tenth of the machine for it.
+        Seldom: by saying it fifty times a second, sixteen members slowed down what they measured.
         """
         while True:
             self.say(t=time.monotonic(), n=done())

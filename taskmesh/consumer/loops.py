@@ -18,9 +18,8 @@ from typing import Any
 from pymongo.errors import PyMongoError
 
 from taskmesh.client.definition import TaskDefinition
-from taskmesh.consumer.candidates.backup_claims import AFTER_S, LAST_PLACE_TO_WAIT
 from taskmesh.consumer.candidates.claim_queue import Candidate, ClaimQueue
-from taskmesh.consumer.candidates.partitions import Partitions
+from taskmesh.consumer.candidates.partitions import LAST_PLACE_TO_WAIT, Partitions, wait_s
 from taskmesh.consumer.run.executions import Executions
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until, varied
@@ -111,7 +110,7 @@ class Loops:
     def _due(self, row: Claimable, place: int) -> float:
         """Return when this worker tries it: a moment later for each worker that comes before it, so that they do not race."""
         moment = row.next_claim_time if row.claim_time is None else max(row.claim_time, row.next_claim_time)
-        return self._clock.monotonic(moment) + AFTER_S * min(place, LAST_PLACE_TO_WAIT)
+        return self._clock.monotonic(moment) + wait_s(place)
 
     def _offer(self, row: Claimable, due: float, now: float) -> None:
         if self._candidates.is_aside(row.id) or row.id in self._candidates.being_claimed:

@@ -19,14 +19,14 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.consumer.candidates.backup_claims import LAST_PLACE_TO_WAIT, BackupClaims
+from taskmesh.consumer.candidates.backup_claims import BackupClaims
 from taskmesh.consumer.candidates.claim_filter import ClaimFilter
 from taskmesh.consumer.candidates.claim_queue import NOTHING, ClaimQueue, Rank, rank_of
 from taskmesh.consumer.candidates.groups import Groups
 from taskmesh.consumer.candidates.limits import Limits
 from taskmesh.consumer.candidates.listening import Listening
 from taskmesh.consumer.candidates.open_pages import OpenPages
-from taskmesh.consumer.candidates.partitions import Partitions
+from taskmesh.consumer.candidates.partitions import LAST_PLACE_TO_WAIT, Partitions
 from taskmesh.consumer.candidates.queues import ASK_AT_LEAST_EVERY_S, ASKERS_LOOK_AHEAD_MS, LOOK_AHEAD_MS, Queues
 from taskmesh.consumer.listener import Listener
 from taskmesh.consumer.run.dependents import Dependents

@@ -16,8 +16,7 @@ from zlib import crc32
 from pymongo.errors import PyMongoError
 
 from taskmesh.client.schedules import Schedules
-from taskmesh.consumer.candidates.backup_claims import AFTER_S, LAST_PLACE_TO_WAIT
-from taskmesh.consumer.candidates.partitions import Partitions
+from taskmesh.consumer.candidates.partitions import LAST_PLACE_TO_WAIT, Partitions, wait_s
 from taskmesh.consumer.timing import varied
 from taskmesh.model.errors import TaskMeshError
 from taskmesh.model.schedule import Attendance, key_of, ticks_to_publish
@@ -69,11 +68,11 @@ class Ticker:
         pauses = [varied(min(look_every_s, _LOOK_AT_LEAST_EVERY_S), 0.1)]
         for schedule in waiting:
             place = self._partitions.place_in_fleet(schedule["_id"])
-            wait_s = (schedule["next_time"] - attendance.now).total_seconds() + AFTER_S * min(place, LAST_PLACE_TO_WAIT)
-            if wait_s <= 0:
+            left_s = (schedule["next_time"] - attendance.now).total_seconds() + wait_s(place)
+            if left_s <= 0:
                 due.append(schedule)
             elif place <= LAST_PLACE_TO_WAIT:
-                pauses.append(wait_s + 0.001)
+                pauses.append(left_s + 0.001)
         due.sort(
             key=lambda schedule: schedule["_id"] in self._told
         )  # what is left to other workers holds up nothing here

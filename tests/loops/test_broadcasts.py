@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from taskmesh import InvalidOption, Status, TaskMesh, TaskOption, current_blocking_task, current_task
+from taskmesh.consumer import broadcasts
+from taskmesh.consumer.broadcasts import Broadcasts
 from tests.processes.fleet import Fleet
 from tests.waiting import eventually
-from tests.working import all_working, finished, working
+from tests.working import all_working, finished, lanes_of, seen_by_others, working
 
 
 async def test_each_live_worker_runs_it_once_and_one_that_joins_later_does_not(mesh: TaskMesh) -> None:
@@ -94,6 +98,34 @@ async def test_who_fails_makes_only_itself_wait(mesh: TaskMesh) -> None:
         assert (await finished(mesh, "reload", "k")).status is Status.SUCCESS
         assert set(await handle.results()) == {"w1", "w2"}
         assert (await mesh.get("reload", "k")).task_option.unexpected_retry_delay_scope == "worker"
+
+
+class EndOfLoop(Exception):
+    """Ends a loop that goes on for ever."""
+
+
+async def test_a_large_fleet_looks_for_broadcasts_no_more_often_than_a_small_one(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @mesh.broadcast
+    async def reload() -> None:
+        """Do nothing."""
+
+    async def pause_of_one_in(size: int) -> float:
+        lanes = lanes_of("w0", [seen_by_others(f"w{n}", ["reload"]) for n in range(size)], ["reload"])
+        pauses: list[float] = []
+
+        async def asleep(seconds: float) -> None:
+            pauses.append(seconds)
+            raise EndOfLoop
+
+        monkeypatch.setattr(broadcasts, "asyncio", SimpleNamespace(sleep=asleep))
+        with pytest.raises(EndOfLoop):
+            await Broadcasts(mesh.store, mesh.definitions, lanes).run()
+        return pauses[0]
+
+    assert await pause_of_one_in(4) == pytest.approx(1.0, rel=0.31)
+    assert await pause_of_one_in(20) == pytest.approx(5.0, rel=0.31)
 
 
 async def test_a_schedule_ticks_a_broadcast(mesh: TaskMesh) -> None:

@@ -21,7 +21,7 @@ from taskmesh import (
     current_blocking_task,
     current_task,
 )
-from taskmesh.consumer.candidates.backup_claims import LAST_PLACE_TO_WAIT
+from taskmesh.consumer.candidates.partitions import LAST_PLACE_TO_WAIT
 from taskmesh.consumer.loops import Loops
 from taskmesh.consumer.subprocess import processes  # noqa: F401 — imported here, so that no event loop has to read files
 from taskmesh.model.task import Rounds
@@ -163,8 +163,8 @@ async def test_in_a_large_fleet_the_first_workers_for_a_loop_look_after_it(mesh:
     async with working(mesh, "w") as consumer:
         worker, settings = parts_of(consumer), consumer._settings
         await eventually(
-            lambda: worker.executions.started >= 1 and not worker.executions
-        )  # it waits for its next round
+            lambda: worker.executions.started >= 1 and not worker.executions, what="the next round is waited for"
+        )
         for each in ids:
             lanes = lanes_of(each, [seen_by_others(other, ["rounds"]) for other in ids], ["rounds"])
             looks = Loops(

@@ -17,7 +17,7 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.consumer.candidates.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.candidates.limits import Limits
-from taskmesh.consumer.candidates.partitions import Partitions
+from taskmesh.consumer.candidates.partitions import AFTER_S, Partitions, wait_s
 from taskmesh.consumer.candidates.queues import ASKERS_LOOK_AHEAD_MS
 from taskmesh.consumer.run.executions import Executions
 from taskmesh.consumer.timing import until
@@ -29,9 +29,6 @@ from taskmesh.store.rules import NEVER
 
 logger = logging.getLogger("taskmesh.backup_claims")
 
-AFTER_S = 0.05
-"""How long after its time a task is looked at: so long for each worker that comes before this one."""
-LAST_PLACE_TO_WAIT = 5
 _TOGETHER_S = 0.02
 _LIMIT = 10_000
 _PAGE = 200
@@ -100,7 +97,7 @@ class BackupClaims:
         if place is None:
             place = 0 if row.named else self._partitions.place(row.id, row.queue, row.needs, row.wanted)
         if place:
-            self.add(row.id, max(since, now), min(place, LAST_PLACE_TO_WAIT), overdue=overdue)
+            self.add(row.id, max(since, now), place, overdue=overdue)
             return False
         return candidates.offer(
             Candidate(
@@ -119,7 +116,7 @@ class BackupClaims:
     def add(self, id_: str, due: float, place: int, *, overdue: bool = False) -> None:
         """Look at the task after it has been due for a while. If there are too many, the next scan has to find it."""
         if len(self._due) + len(self._for_room) < _LIMIT:
-            heapq.heappush(self._due, (due + place * AFTER_S, id_, overdue))
+            heapq.heappush(self._due, (due + wait_s(place), id_, overdue))
             self._wake.set()
 
     async def run(self) -> None:

@@ -21,6 +21,10 @@ from taskmesh.store.publication import LANES, lane_of
 _TAKE_TURNS = 4
 """Up to so many workers each do all housekeeping that any of them could do; of more, each does it correspondingly less often."""
 _MOST_SELDOM = 10.0
+AFTER_S = 0.05
+"""How much later than the worker before it a worker looks at what both could do, so that they do not race."""
+LAST_PLACE_TO_WAIT = 5
+"""So many workers wait for their turn, one after the other. Those behind them wait no longer than the last of these."""
 MOST_SHARES = 32
 """At most so many different shares are looked at one by one. Beyond that, work is divided as if all workers could run all of
 it, and what remains is found late."""
@@ -28,6 +32,11 @@ _MOST_KINDS = 10_000
 _MOST_SETS = 1_000
 _HEARD_BY = 2
 """So many of the workers that listen are told of new tasks in a lane: the first in its order, and its backup."""
+
+
+def wait_s(place: int) -> float:
+    """Return how long after its time a worker looks at something that so many workers come before it for."""
+    return AFTER_S * min(place, LAST_PLACE_TO_WAIT)
 
 
 class Partitions:
