@@ -58,7 +58,7 @@ class Inspection:
         """Return what fails and why: failures grouped by task name, type of error and place, the most frequent first.
 
         Examines `at_most` tasks, the same share of each name and queue (at least 20), and stops at the deadline: the report
-        says whether these were all.
+        says whether these were all. Statuses are read one after another, so a task that starts or ends meanwhile may be missing.
         """
         checked_count("at_most", at_most)
         return await read_errors(

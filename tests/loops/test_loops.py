@@ -72,7 +72,12 @@ async def test_a_loop_runs_again_after_each_end_however_that_came(
         # A failure is tried again after its retry delay, sooner than the interval.
         await eventually(rests)
         assert caplog.text.count("failed and will run again") == 4
-        assert {"sweep", "hourly"} == {group.name for group in (await mesh.inspect.errors()).groups}
+
+        async def both_reported() -> bool:
+            return {"sweep", "hourly"} == {group.name for group in (await mesh.inspect.errors()).groups}
+
+        # The report reads one status after another, and `sweep` has another one every 100 ms.
+        await eventually(both_reported)
         assert (await mesh.stats()).oldest_claimable_ms is None
         # Who wants it now can have it.
         before = (await mesh.get("hourly", "fleet")).task_state.rounds
