@@ -137,6 +137,39 @@ async def test_counting_by_name_and_status_reads_no_document(crowded: TaskMesh, 
     assert not [operation for operation in operations if "COLLSCAN" in operation.get("planSummary", "")]
 
 
+async def test_a_worker_reads_no_more_than_a_page_of_groups_that_have_to_wait(
+    mesh: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    many, groups, page = 6_000, 10, 1_000
+
+    @mesh.task
+    async def job() -> None: ...
+
+    await mesh.set_limit("default", group_rate=1, group_per_ms=3_600_000)
+    for group in range(groups):
+        await job.configure(group=f"g{group}").publish_many({f"{group}-{n}": {} for n in range(many // groups)})
+
+    async with working(mesh, "w") as consumer:
+        for group in range(groups):
+            await finished(mesh, "job", f"{group}-0")
+        with MongoClient[dict[str, Any]](mongo_uri) as client:
+            documents = client[database]
+            documents.create_collection("system.profile", capped=True, size=64_000_000)
+            documents.command("profile", 2)
+            scanner = parts_of(consumer).scanner
+            scans = scanner.scans
+            await eventually(lambda: scanner.scans >= scans + 6, what="six more scans")
+            documents.command("profile", 0)
+            done = list(documents["system.profile"].find({"ns": f"{database}.tasks"}))
+    asked = [each for each in done if "group: 1, name" in each.get("planSummary", "") and each["op"] == "command"]
+    whether_any = [each for each in asked if each["command"].get("hint") == "taskmesh_by_group"]
+    assert whether_any
+    assert len(asked) > len(whether_any), "in which groups something is due"
+    for operation in done:
+        examined = operation.get("keysExamined", 0) + operation.get("docsExamined", 0)
+        assert examined <= 2 * page, str(operation)[:1500]
+
+
 async def test_an_idle_worker_reads_nothing_of_flows_schedules_and_sequences_that_have_time(
     mesh: TaskMesh, mongo_uri: str, database: str
 ) -> None:

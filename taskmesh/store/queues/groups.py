@@ -16,7 +16,8 @@ _KEYS_READ = 1_000
 
 async def queues_with_groups(store: Store, queues: Collection[str]) -> set[str]:
     """Return the queues in which tasks with a group can be claimed, now or later: one look for each such queue."""
-    query = {"queue": {"$in": sorted(queues)}, "group": {"$gte": ""}, "next_claim_time": {"$exists": True}}
+    # (Not `$exists`: an index cannot tell that from null, and every such document would be read.)
+    query = {"queue": {"$in": sorted(queues)}, "group": {"$gte": ""}, "next_claim_time": {"$type": "date"}}
     stages: list[Document] = [
         # Any task of a group in these queues; the index has no others.
         {"$match": query},
