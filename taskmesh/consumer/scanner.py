@@ -430,7 +430,12 @@ class Scanner:
                 found += page.rows
                 if page.full:
                     full.append((what, sort))
-        rows = [row for row in await self._fitting(found) if self._clock.monotonic(row.next_claim_time) <= now]
+        # (What has no room is neglected by nobody.)
+        rows = [
+            row
+            for row in await self._fitting(found)
+            if self._clock.monotonic(row.next_claim_time) <= now and not self._limits.is_full(row.queue, row.group)
+        ]
         # By lane alone these belong to workers that have done their part, or that lack the labels (of tasks of older releases,
         # which stand among those for anybody): the index of what waits tells neither needs nor how many workers a task is for.
         brought = self._backup_claims.offer_found(

@@ -206,7 +206,8 @@ async def test_t40_who_dies_without_saying_what_a_slot_was_used_for_leaves_no_ro
     await mesh.cancel("work", "first")
     outcome = Outcome("work:first", "r1", "stopped")
     assert await finish(mesh.store, "dying", [outcome], deadline_ms=5_000) == 1
-    good_until = limits.booked_until(mesh.store, booking.until)
+    booked = {"narrow": [limits.Wish("work:second", None)]}
+    good_until = limits.booked_until(mesh.store, booking.until, booked, by_group=())
     assert await claim(mesh.store, ["work:second"], "dying", "r2", narrowed_by=good_until) == 1
     for later_ms in (10, 2_000, 4_900, 5_100, 300_000):
         mesh.store.now = begin + timedelta(milliseconds=later_ms)
@@ -247,7 +248,8 @@ async def test_t40_nothing_is_claimed_on_a_booking_that_was_written_off(mesh: Ta
     await work.publish("k")
     booking = await limits.book(mesh.store, "narrow", "frozen", [limits.Wish("work:k", None)])
     assert booking is not None
-    in_time = limits.booked_until(mesh.store, booking.until)
+    booked = {"narrow": [limits.Wish("work:k", None)]}
+    in_time = limits.booked_until(mesh.store, booking.until, booked, by_group=())
 
     async def written_off() -> bool:
         await limits.check(mesh.store, "narrow")

@@ -199,6 +199,11 @@ class ClaimQueue:
         turns = self._turns.get(queue)
         return turns is not None and group in turns.more
 
+    def has_of(self, queue: str, group: str | None) -> bool:
+        """Whether candidates of this group are held whose turn has not come yet."""
+        turns = self._turns.get(queue)
+        return group is not None and turns is not None and turns.has(group)
+
     def take_loops(self, now: float) -> list[Candidate]:
         """Remove and return the due candidates that need no slot."""
         held = [self._held[id_] for id_ in self._settings.loop_ids if id_ in self._held]

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -52,6 +52,8 @@ _WHILE_ALL_OURS_S = 5.0
 """How long to wait if this worker itself occupies all the room: it notices by itself when there is some again."""
 _TRIED_AT_ONCE = 64
 """How many candidates are tried when a place may have room. If it has room for all of them, more follow."""
+_TOGETHER_S = 0.05
+"""What else in a queue would be asked about within this time is asked about at once, in the same booking."""
 _OTHERS_APART_S = 0.02
 """How far apart, on average, workers ask that had no share of a rate. All at once they would only hold up one another."""
 _FEW_EACH = 2
@@ -385,21 +387,12 @@ class Limits:
         self, by_queue: Mapping[str, list[Candidate]], until: datetime, counted: tuple[str, str] | None = None
     ) -> Admission:
         """Let these be claimed on what is booked, each where it stood when room was requested: it may have been moved since."""
-        places = [place for queue, candidates in by_queue.items() for place in self._places_of(queue, candidates)]
-        where = places[0] if len(places) == 1 else {"$or": places}
         candidates = [candidate for candidates in by_queue.values() for candidate in candidates]
-        return Admission(candidates, where | store_limits.booked_until(self._store, until), counted)
-
-    def _places_of(self, queue: str, candidates: list[Candidate]) -> Iterator[Document]:
-        """Yield filters that match these candidates where they stand."""
-        if not _limits_groups(self.queues.get(queue, {})):
-            yield {"queue": queue, "_id": {"$in": [candidate.id for candidate in candidates]}}
-            return
-        by_group: dict[str | None, list[str]] = {}
-        for candidate in candidates:
-            by_group.setdefault(candidate.group, []).append(candidate.id)
-        for group, ids in by_group.items():
-            yield {"queue": queue, "group": group, "_id": {"$in": ids}}
+        if not candidates:
+            return Admission([], {})
+        booked = {queue: [Wish(each.id, each.group) for each in some] for queue, some in by_queue.items()}
+        by_group = [queue for queue in booked if _limits_groups(self.queues.get(queue, {}))]
+        return Admission(candidates, store_limits.booked_until(self._store, until, booked, by_group), counted)
 
     async def _book(self, queue: str, wishes: Mapping[str, Wish]) -> Booking | None:
         """Ask for room, and give back slots that are in hand and unused."""
@@ -542,7 +535,10 @@ class Limits:
         if self._slots.any_idle(queue, group):  # it has become free since we asked
             return 0.0
         all_ours = most is not None and self._slots.count(queue, group) >= most
-        ask_again = self._partitions.in_turn(max(_ASK_AGAIN_S, len(self._shut) * self._asking_takes_s / _ASKING_SHARE))
+        # Each queue is asked about by itself, and about so many candidates at a time.
+        together = len(self._shut) * self._tried_at_once((queue, group)) / _LARGEST_WISH
+        bookings = min(len(self._shut), len(self.queues) + together)
+        ask_again = self._partitions.in_turn(max(_ASK_AGAIN_S, bookings * self._asking_takes_s / _ASKING_SHARE))
         return varied(_WHILE_ALL_OURS_S if all_ours else min(ask_again, _WHILE_ALL_OURS_S), 0.3)
 
     def _limits_of(self, queue: str) -> QueueLimits:
@@ -566,13 +562,13 @@ class Limits:
             opens = time.monotonic() + pause
             timer = call_later(max(0.0, pause - _LOOK_AHEAD_S), self._look_ahead, place, opens)
         else:
-            timer = call_later(pause, self._reopen, place)
+            timer = call_later(pause, self._try_again, place)
         self._shut[place] = _Shut(timer, rate_used_up, unconfirmed, for_look)
 
     def _look_ahead(self, place: Place, opens: float) -> None:
         """Look for what goes first in a place that is about to open."""
         pause = max(0.0, opens - time.monotonic())
-        self._shut[place].timer = asyncio.get_running_loop().call_later(pause, self._reopen, place)
+        self._shut[place].timer = asyncio.get_running_loop().call_later(pause, self._try_again, place)
         looked = self._asks_first.get(place)
         if looked is None or self._executions.free_slots <= 0:
             return
@@ -594,6 +590,20 @@ class Limits:
             self._candidates.not_claimed(dropped.id)
             self._turned_away.add(place)
 
+    def _try_again(self, place: Place) -> None:
+        """Reopen a place whose time has come, and those of its queue whose time is about to."""
+        soon = asyncio.get_running_loop().time() + _TOGETHER_S
+        others = [
+            each
+            for each, shut in self._shut.items()
+            if each[0] == place[0]
+            and each != place
+            and not (shut.rate_used_up or shut.for_look)
+            and shut.timer.when() <= soon
+        ]
+        for each in (place, *others):
+            self._reopen(each)
+
     def _reopen(self, place: Place) -> None:
         """Try again. The best of those that wait goes first. If none waits here, look for others."""
         skipped = place in self._turned_away
@@ -609,7 +619,12 @@ class Limits:
         """Have the best of those that wait in a place tried. False if none waits here."""
         if (shut := self._shut.pop(place, None)) is not None:
             shut.timer.cancel()
-        return self._offer_parked(place, _TRIED_AT_ONCE)
+        return self._offer_parked(place, self._tried_at_once(place))
+
+    def _tried_at_once(self, place: Place) -> int:
+        """Return how many of those that wait in a place are tried when it may have room."""
+        most = self._limits_of(place[0]).most_running(place[1])
+        return _TRIED_AT_ONCE if most is None else min(max(most, 1), _TRIED_AT_ONCE)
 
     def _offer_parked(self, place: Place, count: int) -> bool:
         """Have the best of those that wait in a place tried, at most so many. False if none waits here."""
@@ -664,7 +679,7 @@ class Limits:
         elif parked and place in self._shut and self._promise(place):
             # The slot is in hand, and the place stays shut for the others.
             self._offer_parked(place, 1)
-        elif not parked and self._is_scarce(place) and self._promise(place):
+        elif not (parked or self._candidates.has_of(*place)) and self._is_scarce(place) and self._promise(place):
             self._want_tasks(place)
         else:
             self._reopen_if_not_by_rate(place if place in self._shut else (place[0], None))

@@ -33,6 +33,8 @@ from pymongo.errors import DuplicateKeyError
 
 from taskmesh.store import rules
 from taskmesh.store.mongodb.driver import Document, find_and_update
+from taskmesh.store.pipeline.by_id import own_value
+from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.store import Store
 
 BOOKED_MS = 3_000
@@ -205,13 +207,25 @@ async def book(
     """
     renew = renew or {}
     token = str(ObjectId())
+    by_group: dict[str | None, list[Document]] = {}
+    for place, wish in enumerate(wishes):
+        by_group.setdefault(wish.group, []).append({"id": wish.id, "g": wish.group, "i": place})
     document = await find_and_update(
         store.driver.collection(store.limits),
         {"_id": queue},
-        # First free what the worker no longer uses, then book: in one update, so that nobody else takes the room in between.
-        [{"$set": {"slots": _kept(store, free, renew)}}, *_booking(store, token, worker_id, wishes, list(renew), due)],
+        prepared(booking_pipeline, store.now),
         dict.fromkeys(("booked", "next_start", "full_groups", "checker", "failing", *_LIMITS), 1),
         return_document=ReturnDocument.AFTER,
+        let={
+            **_keeping(free, renew),
+            "token": {"$literal": token},
+            "worker_id": {"$literal": worker_id},
+            # The wishes by group, each with its place among all.
+            "asked": {"$literal": [{"g": group, "of": of} for group, of in by_group.items()]},
+            "asked_groups": {"$literal": [group for group in by_group if group is not None]},
+            "asked_cnt": len(wishes),
+            "lacks": min(due, len(wishes)),
+        },
     )
     if document is None or all(document.get(name) in (None, []) for name in (*_LIMITS, "failing")):
         return None
@@ -229,18 +243,14 @@ async def book(
     )
 
 
-def _booking(
-    store: Store, token: str, worker_id: str, wishes: Sequence[Wish], renewed: Sequence[str], due: int
-) -> list[Document]:
-    now = store.now
+def booking_pipeline(now: rules.Expression) -> list[Document]:
+    """Return the update that books: first it frees what the worker no longer uses, so that nobody else takes that in between.
+
+    What differs from booking to booking are its variables.
+    """
     until = {"$add": [now, BOOKED_MS]}
-    by_group: dict[str | None, list[Document]] = {}
-    for place, wish in enumerate(wishes):
-        by_group.setdefault(wish.group, []).append({"id": wish.id, "g": wish.group, "i": place})
-    # The wishes by group, each with its place among all: users' values, so a literal.
-    asked = {"$literal": [{"g": group, "of": of} for group, of in by_group.items()]}
     # Of all that is counted, which may be thousands, only what concerns these groups is compared with each of them.
-    concerned = {"$gte": [_place_in([group for group in by_group if group is not None], "$$this.g"), 0]}
+    concerned = {"$gte": [_place_in("$$asked_groups", "$$this.g"), 0]}
     in_slots = {"$filter": {"input": "$slots", "cond": concerned}}
     started = {"$filter": {"input": "$group_starts", "cond": concerned}}
     has_rate = {"$gt": ["$group_rate", None]}
@@ -263,7 +273,7 @@ def _booking(
         _let({"run_room": run_room, "rate_room": rate_room}, reckoned),
     )
     reckoned_of_groups = _let(
-        {"in_slots": in_slots, "started": started}, {"$map": {"input": asked, "as": "ask", "in": of_each}}
+        {"in_slots": in_slots, "started": started}, {"$map": {"input": "$$asked", "as": "ask", "in": of_each}}
     )
     # Of each group as many as it has room for, all in one list.
     within_groups = {
@@ -298,10 +308,10 @@ def _booking(
         "$map": {
             "input": {"$filter": {"input": "$_granted", "cond": needs_slot}},
             "in": {
-                "t": {"$concat": [token, ".", {"$toString": "$$this.i"}]},
+                "t": {"$concat": ["$$token", ".", {"$toString": "$$this.i"}]},
                 "id": "$$this.id",
                 "g": "$$this.g",
-                "w": {"$literal": worker_id},
+                "w": "$$worker_id",
                 "until": until,
             },
         }
@@ -311,10 +321,10 @@ def _booking(
     leaves = {"$add": [until, {"$ifNull": ["$per_ms", 0]}]}
     # The window is counted from the end of the booking, its latest possible start, until `confirm` knows better.
     queue_leaves_first = {"$min": [{"$min": "$starts.leaves"}, {"$cond": [{"$gt": [count, 0]}, leaves, None]}]}
-    start = [{"t": token, "n": count, "leaves": leaves}]
+    start = [{"t": "$$token", "n": count, "leaves": leaves}]
     granted_of_group = {"$filter": {"input": "$_granted", "cond": {"$eq": ["$$this.g", "$$group"]}}}
     group_start = {
-        "t": token,
+        "t": "$$token",
         "g": "$$group",
         "n": {"$size": granted_of_group},
         "leaves": group_leaves,
@@ -324,11 +334,12 @@ def _booking(
     # If some were refused for lack of slots, somebody checks, now and then, which slots are still in use. Not while all are
     # valid: then a check frees none.
     some_expired = {"$lte": [{"$min": "$slots.until"}, {"$subtract": [now, _LANDED_MS]}]}
-    no_slots = {"$lt": [{"$min": [run_room, {"$size": "$_within"}]}, len(wishes)]}
+    no_slots = {"$lt": [{"$min": [run_room, {"$size": "$_within"}]}, "$$asked_cnt"]}
     held_by_slots = {"$and": [no_slots, some_expired]}
     every_ms = {"$max": [_CHECKED_EVERY_MS, {"$size": "$slots"}]}
     due_for_check = {"$lte": [{"$ifNull": ["$checked_time", rules.LONG_AGO]}, {"$subtract": [now, every_ms]}]}
     return [
+        *keeping_pipeline(now),
         # Starts whose window is over are removed; a missing list becomes an empty one.
         {
             "$set": {
@@ -359,7 +370,7 @@ def _booking(
                 "booked": {
                     "ids": "$_granted.id",
                     "slots": {"$map": {"input": "$_slots", "in": {"t": "$$this.t", "id": "$$this.id"}}},
-                    "held": {"$setIntersection": ["$slots.t", {"$literal": list(renewed)}]},
+                    "held": {"$setIntersection": ["$slots.t", "$$renewed"]},
                     "until": until,
                 },
                 "next_start": {
@@ -373,7 +384,7 @@ def _booking(
                 "failing": {
                     "$cond": [
                         {"$and": [is_failing, {"$gt": [count, 0]}]},
-                        {"$mergeObjects": ["$failing", {"next": next_canary, "t": token}]},
+                        {"$mergeObjects": ["$failing", {"next": next_canary, "t": "$$token"}]},
                         {"$ifNull": ["$failing", "$$REMOVE"]},
                     ]
                 },
@@ -390,12 +401,12 @@ def _booking(
                 },
                 "lacking": {
                     "$cond": [
-                        {"$lt": [run_room, min(due, len(wishes))]},
-                        {"w": {"$literal": worker_id}, "at": now},
+                        {"$lt": [run_room, "$$lacks"]},
+                        {"w": "$$worker_id", "at": now},
                         {"$ifNull": ["$lacking", "$$REMOVE"]},
                     ]
                 },
-                "checker": {"$cond": ["$_check", token, None]},
+                "checker": {"$cond": ["$_check", "$$token", None]},
                 "checked_time": {"$cond": ["$_check", now, {"$ifNull": ["$checked_time", None]}]},
             }
         },
@@ -493,9 +504,26 @@ def stored_list(name: str) -> rules.Expression:
     return {"$ifNull": [f"${name}", []]}
 
 
-def booked_until(store: Store, until: datetime) -> Document:
-    """Return the filter for a claim on slots that are valid until then."""
-    return {"$expr": {"$lt": [store.now, {"$literal": until}]}}
+def booked_until(
+    store: Store, until: datetime, booked: Mapping[str, Sequence[Wish]], by_group: Collection[str]
+) -> Document:
+    """Return the filter for a claim on bookings that are valid until then, of tasks that still stand where they were booked.
+
+    `booked`: what was booked, by queue. `by_group`: the queues in which the group counts, too.
+    """
+    places = {
+        wish.id: [queue, wish.group] if queue in by_group else [queue]
+        for queue, wishes in booked.items()
+        for wish in wishes
+    }
+    in_time: rules.Expression = {"$lt": [store.now, {"$literal": until}]}
+    first, *others = places.values()
+    if all(place == first for place in others):
+        return {**dict(zip(("queue", "group"), first, strict=False)), "$expr": in_time}
+    # One expression for all: with a branch of the filter for each group, the server would plan each of them by itself.
+    with_group = {"$in": ["$queue", {"$literal": sorted(by_group)}]}
+    place = {"$cond": [with_group, ["$queue", {"$ifNull": ["$group", None]}], ["$queue"]]}
+    return {"$expr": {"$and": [in_time, {"$eq": [place, own_value(list(places), list(places.values()))]}]}}
 
 
 async def confirm(store: Store, queue: str, token: str, unused: Collection[Wish]) -> None:
@@ -534,13 +562,13 @@ async def keep(
     document = await find_and_update(
         store.driver.collection(store.limits),
         {"_id": queue},
-        # The list as it is by then: slots booked meanwhile stay.
-        [{"$set": {"slots": _kept(store, free, renew)}}],
+        prepared(keeping_pipeline, store.now),
         {
             "slots": {"$filter": {"input": "$slots", "cond": {"$in": ["$$this.t", {"$literal": list(renew)}]}}},
             "lacking": 1,
         },
         return_document=ReturnDocument.AFTER,
+        let=_keeping(free, renew),
     )
     slots, lacking = (document["slots"], document.get("lacking")) if document is not None else ([], None)
     return Kept(
@@ -550,26 +578,31 @@ async def keep(
     )
 
 
-def _kept(store: Store, free: Collection[str], renew: Mapping[str, Wish]) -> rules.Expression:
-    """Return the slots without those that are given back, and with what their worker says of its own."""
-    slots = stored_list("slots")
-    if free:
-        slots = {"$filter": {"input": slots, "cond": {"$lt": [_place_in(free, "$$this.t"), 0]}}}
-    if renew:
-        news = {"$literal": [{"id": wish.id, "g": wish.group} for wish in renew.values()]}
-        until = {"until": {"$add": [store.now, BOOKED_MS]}}
-        renewed = {"$mergeObjects": ["$$this", {"$arrayElemAt": [news, "$$place"]}, until]}
-        one = _let({"place": _place_in(renew, "$$this.t")}, {"$cond": [{"$lt": ["$$place", 0]}, "$$this", renewed]})
-        slots = {"$map": {"input": slots, "in": one}}
-    return slots
+def _keeping(free: Collection[str], renew: Mapping[str, Wish]) -> Document:
+    """Return the variables of `keeping_pipeline`: which slots are given back, and what the worker says of others of its own."""
+    return {
+        "freed": {"$literal": list(free)},
+        "renewed": {"$literal": list(renew)},
+        "uses": {"$literal": [{"id": wish.id, "g": wish.group} for wish in renew.values()]},
+    }
 
 
-def _place_in(values: Collection[str], value: rules.Expression) -> rules.Expression:
-    """Return the place of a value in a list, -1 if it is not there.
+def keeping_pipeline(now: rules.Expression) -> list[Document]:
+    """Return the update that removes and renews slots. Slots that were booked meanwhile stay."""
+    left = {"$filter": {"input": stored_list("slots"), "cond": {"$lt": [_place_in("$$freed", "$$this.t"), 0]}}}
+    until = {"until": {"$add": [now, BOOKED_MS]}}
+    renewed = {"$mergeObjects": ["$$this", {"$arrayElemAt": ["$$uses", "$$place"]}, until]}
+    one = _let({"place": _place_in("$$renewed", "$$this.t")}, {"$cond": [{"$lt": ["$$place", 0]}, "$$this", renewed]})
+    # Without those that are given back, and with what their worker uses the others for.
+    return [{"$set": {"slots": {"$map": {"input": left, "in": one}}}}]
 
-    The server hashes the list once; `$in` would compare with each.
+
+def _place_in(values: str, value: rules.Expression) -> rules.Expression:
+    """Return the place of a value in the list that is this variable of the update, -1 if it is not there.
+
+    Such a variable is a constant, so the server hashes the list once; `$in` would compare with each.
     """
-    return {"$indexOfArray": [{"$literal": list(values)}, value]}
+    return {"$indexOfArray": [values, value]}
 
 
 async def check(store: Store, queue: str) -> int:
