@@ -376,6 +376,8 @@ class Scanner:
         # Nothing is awaited from here to the last offer, so that no hint comes in between.
         self._candidates.know_to(known_to)
         brought = self._backup_claims.offer_found(found)
+        if self._candidates.runs_low():
+            brought += self._candidates.let_failed_go()
         if brought:
             self._heads_refused.clear()
         read_on_s = min(self._partitions.in_turn(SCAN_EVERY_S), _READ_ON_AT_MOST_S)

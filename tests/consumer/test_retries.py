@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from itertools import pairwise
@@ -11,8 +13,9 @@ from typing import Any
 import pytest
 
 from taskmesh import Retry, Status, Task, TaskError, TaskFailed, TaskMesh, TaskOption, current_task
+from taskmesh.consumer.candidates.claim_queue import Candidate
 from tests.waiting import eventually, slowness_of_the_machine
-from tests.working import all_working, finished, working
+from tests.working import all_working, finished, parts_of, working
 
 SIX = [f"w{i}" for i in range(6)]
 
@@ -302,3 +305,30 @@ async def test_a_hundred_failures_do_not_let_the_document_grow(mesh: TaskMesh) -
     assert task.status is Status.FAIL
     assert len(task.task_state.worker_states) + task.task_state.dropped_fail_cnt == 100
     assert len(task.task_state.worker_states) == 32
+
+
+async def test_more_tasks_than_a_scan_reads_are_tried_again_after_their_failures(mesh: TaskMesh) -> None:
+    """What was not read may have failed less often, and go first: but it stands behind them."""
+    many, ran = 1_300, Counter[str]()
+
+    @mesh.task(option=TaskOption(unexpected_retry_delay_ms=50))
+    async def job() -> None:
+        ran[current_task().key] += 1
+        if current_task().attempt == 1:
+            raise ValueError("all of them fail at first")
+
+    await job.publish_many({f"k{n}": {} for n in range(many)})
+    async with working(mesh, concurrency=100):
+        await eventually(lambda: ran.total() >= 2 * many)
+    assert set(ran.values()) == {2}
+
+
+async def test_of_what_has_to_wait_for_a_scan_only_what_it_has_read_and_has_failed_may_go(mesh: TaskMesh) -> None:
+    async with working(mesh) as consumer:
+        candidates, now = parts_of(consumer).candidates, time.monotonic()
+        candidates.know_to((0, 0, 100))
+        for id_, number, fail_cnt in (("read", 50, 1), ("new", 150, 0), ("behind", 150, 1)):
+            assert not candidates.offer(Candidate(id_, "default", now, now, number, fail_cnt=fail_cnt))
+        assert candidates.let_failed_go() == 1
+        assert [id_ for id_ in ("read", "new", "behind") if id_ in candidates] == ["read"]
+        assert not candidates.offer(Candidate("newer", "default", now, now, 151))

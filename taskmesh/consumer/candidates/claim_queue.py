@@ -285,6 +285,20 @@ class ClaimQueue:
         if sum(map(self.offer, behind.values())):
             self.ready.set()
 
+    def let_failed_go(self) -> int:
+        """Let tasks go that have failed and that a scan has read. Return how many.
+
+        What was not read may have failed less often, and would go before them. But that may stand behind any number of them.
+        """
+        known_to = self._known_to
+        if known_to is None:
+            return 0
+        read = [each for each in self._behind.values() if each.fail_cnt and rank_of(each, fail_cnt=0) <= known_to]
+        self._known_to = None
+        brought = sum(map(self.offer, read))
+        self._known_to = known_to
+        return brought
+
     @property
     def may_read_on(self) -> bool:
         """Whether a scan may continue where the last one ended: all that stands before is known here, or was taken."""
