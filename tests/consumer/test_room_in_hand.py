@@ -16,10 +16,11 @@ import pytest
 from taskmesh import Consumer, TaskMesh, current_task
 from taskmesh.consumer.candidates import limits, parked, slots, tasks_for_room
 from taskmesh.consumer.candidates.backup_claims import BackupClaims
-from taskmesh.consumer.candidates.claim_queue import ClaimQueue
+from taskmesh.consumer.candidates.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.candidates.limits import Limits
 from taskmesh.consumer.scanner import Scanner
 from taskmesh.store.queues import limits as store_limits
+from taskmesh.store.queues.first_of import first_of
 from tests.waiting import eventually
 from tests.working import all_working, parts_of, working
 
@@ -45,7 +46,11 @@ class Work:
 async def held_by_one(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, running: int = 1
 ) -> AsyncIterator[tuple[Work, Any, Consumer]]:
-    """Two workers, of which one holds a slot. The other is never answered."""
+    """Two workers, of which one holds a slot. The other is never answered.
+
+    However long a look takes on a busy machine, the slot is kept for what it brings: nobody else would use it here.
+    """
+    monkeypatch.setattr(slots, "_PROMISED_S", 3_600.0)
     work = Work()
     task = mesh.task(name="work", queue=QUEUE)(work)
     await mesh.set_limit(QUEUE, running=running)
@@ -102,6 +107,27 @@ async def test_who_holds_scarce_room_takes_the_tasks_in_the_lanes_of_those_who_d
     assert len(keys) > 10
 
 
+async def test_a_slot_that_comes_into_hand_during_a_look_is_used_for_the_tasks_in_the_lanes_of_others(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def answers_late(*args: Any) -> Any:
+        asked.set()
+        await may_answer.wait()
+        return await first_of(*args)
+
+    async with held_by_one(mesh, monkeypatch) as (work, task, holder):
+        keys = await publish_in_other_lanes(task, holder, monkeypatch)
+        monkeypatch.setattr(tasks_for_room, "first_of", answers_late)
+        parts_of(holder).limits._want_tasks(PLACE)
+        await asked.wait()
+        work.may_end.set()
+        await eventually(lambda: parts_of(holder).slots.has_idle(PLACE))
+        may_answer.set()
+        await eventually(lambda: len(work.ran) == 1 + len(keys))
+
+
 async def test_where_there_is_room_for_everybody_tasks_are_left_to_those_in_whose_lanes_they_are(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +149,6 @@ async def has_room(mesh: TaskMesh) -> bool:
 async def test_room_that_is_of_no_use_here_is_given_back(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, waits: str
 ) -> None:
-    monkeypatch.setattr(slots, "_PROMISED_S", 3_600.0)
     async with held_by_one(mesh, monkeypatch) as (work, task, holder):
         if waits != "nothing":
             holder.pause()
@@ -159,12 +184,23 @@ async def test_of_what_is_found_for_room_those_in_the_lanes_of_others_come_last_
     """If all who have room began with the oldest, they would take them from each other."""
     monkeypatch.setattr(tasks_for_room, "_LEFT_TO_OTHERS", timedelta(0) if old else timedelta(hours=1))
     monkeypatch.setattr(parked, "_AT_MOST", 3)
+    # What is looked for without a slot in hand lies in this worker's lanes only.
+    monkeypatch.setattr(limits, "_LOOKS_APART_S", 3_600.0)
+    monkeypatch.setattr(limits, "_WHILE_ALL_OURS_S", 3_600.0)
     async with held_by_one(mesh, monkeypatch) as (work, task, holder):
         theirs = await publish_in_other_lanes(task, holder, monkeypatch)
         ours = keys_in_lanes(holder, 0)
+        heard, waiting, candidates = set[str](), parts_of(holder).limits, parts_of(holder).claimer._candidates
+        park = Limits._park
+
+        def parks(limits: Limits, place: tuple[str, str | None], candidate: Candidate) -> None:
+            heard.add(candidate.id)
+            park(limits, place, candidate)
+
+        monkeypatch.setattr(Limits, "_park", parks)
         await task.publish_many({key: {} for key in ours})
-        waiting = parts_of(holder).limits
-        await eventually(lambda: len(waiting._parked.get(PLACE, ())) == 3 and PLACE in waiting._turned_away)
+        await eventually(lambda: heard == {f"work:{key}" for key in ours} and not len(candidates))
+        assert len(waiting._parked[PLACE]) == 3
         monkeypatch.setattr(ClaimQueue, "begin_scan", lambda _: 0)
         work.may_end.set()
         await eventually(lambda: len(work.ran) == 1 + len(ours) + len(theirs))
@@ -196,6 +232,40 @@ async def test_what_was_dropped_is_found_again_before_the_next_scan(
             )
         work.may_end.set()
         await eventually(lambda: len(work.ran) == (41 if too_many else 40))
+
+
+async def test_room_that_becomes_free_while_a_worker_asks_for_some_is_used_for_all_that_waits(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place is open then, and one of those that wait is tried. The next go on when that one has ended."""
+    work, book = Work(), store_limits.book
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def answers_late(*args: Any, **settings: Any) -> Any:
+        booking = await book(*args, **settings)
+        if not asked.is_set():
+            assert booking is not None
+            assert not booking.ids
+            asked.set()
+            await may_answer.wait()
+        return booking
+
+    task = mesh.task(name="work", queue=QUEUE)(work)
+    await mesh.set_limit(QUEUE, running=1)
+    async with working(mesh, "a") as consumer:
+        await task.publish("first")
+        await eventually(lambda: consumer.running)
+        await task.publish_many({f"k{n}": {} for n in range(5)})
+        waiting = parts_of(consumer).limits
+        await eventually(lambda: len(waiting._parked.get(PLACE, ())) == 5)
+        monkeypatch.setattr(ClaimQueue, "begin_scan", lambda _: 0)  # so that scans bring nothing more
+        monkeypatch.setattr(store_limits, "book", answers_late)
+        waiting._reopen(PLACE)
+        await asked.wait()
+        work.may_end.set()
+        await eventually(lambda: not consumer.running)
+        may_answer.set()
+        await eventually(lambda: len(work.ran) == 6)
 
 
 async def test_tasks_of_all_kinds_are_found_though_each_scan_sees_the_queue_full(

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -281,16 +281,19 @@ class Limits:
         """Whether tasks may wait in a place that were never offered here, since a scan has skipped it."""
         return place in self._turned_away
 
-    def looked_at(self, place: Place, *, brought: bool, more: bool) -> None:
+    def looked_at(self, place: Place, *, in_all_lanes: bool, brought: bool, more: bool) -> None:
         """Note that what waits in a place was looked at. What was found has been offered. `more`: there is more."""
         (self._turned_away.add if more else self._turned_away.discard)(place)
         if not self._holds_scarce(place):
             if (shut := self._shut.get(place)) is None or shut.for_look:
                 self._open(place)
-        elif not brought and not self._parked.get(place):
+        elif brought or self._parked.get(place):
+            pass  # it stays shut for others than these
+        elif in_all_lanes:
             self._slots.give_back(place)
             self._open(place)
-        # Otherwise it stays shut for others than these.
+        else:  # the slot came into hand meanwhile
+            self._want_tasks(place)
 
     def is_paused(self, queue: str, group: str | None) -> bool:
         """Whether the group is paused for everybody."""
@@ -676,13 +679,20 @@ class Limits:
         parked = self._parked.get(place)
         if self._slots.has_idle(place) and self._slots.was_wanted(place[0]) and self._left_of_share(place[0]) < 0:
             self._slots.give_back(place)
-        elif parked and place in self._shut and self._promise(place):
-            # The slot is in hand, and the place stays shut for the others.
+        elif parked and self._promise(place):
+            # The slot is in hand. If the place is shut, it stays so for the others.
             self._offer_parked(place, 1)
         elif not (parked or self._candidates.has_of(*place)) and self._is_scarce(place) and self._promise(place):
             self._want_tasks(place)
         else:
-            self._reopen_if_not_by_rate(place if place in self._shut else (place[0], None))
+            self._go_on((place, (place[0], None)))
+
+    def _go_on(self, places: Collection[Place]) -> None:
+        """Reopen the first of these places that is shut, unless its rate is used up. If none is, try one more that waits."""
+        if (shut := next((place for place in places if place in self._shut), None)) is not None:
+            self._reopen_if_not_by_rate(shut)
+        elif (open_ := next((place for place in places if self._parked.get(place)), None)) is not None:
+            self._offer_parked(open_, 1)
 
     def _is_scarce(self, place: Place) -> bool:
         """Whether so few tasks may run in a place that the tasks of one worker often wait while another has room in hand."""

@@ -106,7 +106,7 @@ class TasksForRoom:
         narrowed_by = await self._claim_filter.current() if self._life.claims else None
         if narrowed_by is None:  # nothing is claimed for now
             for place in places:
-                self._limits.looked_at(place, brought=False, more=False)
+                self._limits.looked_at(place, in_all_lanes=True, brought=False, more=False)
             return
         for start in range(0, len(places), _PLACES_AT_ONCE):
             await self._look_at(places[start : start + _PLACES_AT_ONCE], narrowed_by)
@@ -116,14 +116,8 @@ class TasksForRoom:
 
     async def _look_at(self, places: Sequence[Place], narrowed_by: Mapping[str, Any]) -> None:
         """Look at waiting tasks."""
-        count = max(_LEAST, min(_MOST, _TASKS_AT_ONCE // len(places)))
-        looks = [
-            Look(*place, some, lanes, min(count, self._limits.starts_next(place) or count))
-            for names, queues in self._where({queue for queue, _ in places})
-            for place in places
-            if place[0] in queues
-            for some, lanes in self._shares(place, names)
-        ]
+        in_all_lanes = {place for place in places if self._limits.takes_all(place)}
+        looks = list(self._looks(places, in_all_lanes))
         pages = await first_of(self._store, self._me, looks, self._clock.now()) if looks else []
         found: dict[Place, list[Claimable]] = {place: [] for place in places}
         more: set[Place] = set()
@@ -137,7 +131,12 @@ class TasksForRoom:
             is_next = self._limits.starts_next(place) is not None
             offered = self._ours_first(rows) if takes_all and not is_next else rows
             brought = self._backup_claims.offer_found(offered, place=0 if takes_all else None, has_room=True)
-            self._limits.looked_at(place, brought=brought > 0, more=place in more or len(offered) < len(rows))
+            self._limits.looked_at(
+                place,
+                in_all_lanes=place in in_all_lanes,
+                brought=brought > 0,
+                more=place in more or len(offered) < len(rows),
+            )
         self._candidates.ready.set()
         behind = {queue for queue, group in more if group is None}
         await self._groups.note({queue for queue, group in places if group is None} - behind, full=False)
@@ -175,10 +174,14 @@ class TasksForRoom:
             if some := [queue for queue in known if queue in queues and queue not in self._queues.paused]:
                 yield names, some
 
-    def _shares(self, place: Place, names: Sequence[str]) -> Iterator[tuple[Sequence[str], Sequence[int] | None]]:
-        """Yield names, and the lanes to look at: all if this worker holds a slot there, otherwise its own."""
-        if self._limits.takes_all(place):
-            yield names, None
-        else:
-            for some, _, lanes in self._partitions.shares(names, [place[0]]):
-                yield some, lanes
+    def _looks(self, places: Sequence[Place], in_all_lanes: Collection[Place]) -> Iterator[Look]:
+        """Yield where to look: in this worker's lanes, or in all."""
+        most = max(_LEAST, min(_MOST, _TASKS_AT_ONCE // len(places)))
+        for names, queues in self._where({queue for queue, _ in places}):
+            for place in [place for place in places if place[0] in queues]:
+                count = min(most, self._limits.starts_next(place) or most)
+                if place in in_all_lanes:
+                    yield Look(*place, names, None, count)
+                else:
+                    for some_names, _, lanes in self._partitions.shares(names, [place[0]]):
+                        yield Look(*place, some_names, lanes, count)
