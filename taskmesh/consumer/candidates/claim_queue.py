@@ -137,6 +137,10 @@ class ClaimQueue:
             self.overflowed = True
             self.want_more()
             return False
+        return self._hold(candidate)
+
+    def _hold(self, candidate: Candidate) -> bool:
+        """Take in a candidate, whatever was not read."""
         self._behind.pop(candidate.id, None)
         held = self._held.get(candidate.id)
         if held is not None and held.stands_with(candidate) and held.due <= candidate.due:
@@ -294,10 +298,7 @@ class ClaimQueue:
         if known_to is None:
             return 0
         read = [each for each in self._behind.values() if each.fail_cnt and rank_of(each, fail_cnt=0) <= known_to]
-        self._known_to = None
-        brought = sum(map(self.offer, read))
-        self._known_to = known_to
-        return brought
+        return sum(map(self._hold, read))
 
     @property
     def may_read_on(self) -> bool:
