@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from datetime import datetime
 
 from pymongo.errors import PyMongoError
@@ -90,7 +91,8 @@ class Listener:
         self.lanes = partitions.heard
         """The lanes whose new tasks are announced to this worker. None: all."""
         self._lets_go_at = 0.0
-        self._woken: set[str] = set()
+        self._woken: dict[str, datetime] = {}
+        """Tasks that have become claimable again, and when that was written, by the server's clock."""
         self._concerned: set[str] = set()
         self._queues_changed = False
         self._next_queues = time.monotonic() + _QUEUES_EVERY_S
@@ -266,6 +268,7 @@ class Listener:
             change.id,
             queue,
             moment,
+            change.time,
             number_of(task, moment),
             priority if isinstance(priority, int) else 0,
             0,
@@ -278,16 +281,16 @@ class Listener:
         id_: str,
         queue: str,
         moment: datetime,
+        written: datetime,
         number: int,
         priority: int,
         fail_cnt: int,
         place: int,
         group: str | None,
     ) -> None:
-        now = time.monotonic()
-        due = self._clock.monotonic(moment)
-        timed = due > now + 0.05  # what is due at once may seem to lie slightly ahead, by the error of our clock
-        due = due if timed else now
+        # What was due when it was written is due: only of what is not, the error of our clock decides when it is tried.
+        timed = moment > written
+        due = self._clock.monotonic(moment) if timed else time.monotonic()
         if place:
             self._backup_claims.add(id_, due + 4 * self._lag_s, place)  # where all are slow, nobody is neglected yet
         elif not self._candidates.taken_meanwhile(id_) and self._candidates.offer(
@@ -311,7 +314,7 @@ class Listener:
                 due = max(time.monotonic(), self._clock.monotonic(change.next_claim_time))
                 self._backup_claims.add(change.id, due + 4 * self._lag_s, place)
                 return
-            self._woken.add(change.id)
+            self._woken[change.id] = change.time
             self._something.set()
 
     def _heard_of_end(self, change: Change) -> None:
@@ -343,9 +346,9 @@ class Listener:
         if self._orders_changed:
             self._orders_changed = False
             await self._orders.read()
-        woken, self._woken = self._woken, set()
+        woken, self._woken = self._woken, {}
         if woken:
-            await self._look_at_woken(list(woken))
+            await self._look_at_woken(woken)
         concerned, self._concerned = self._concerned, set()
         if landing := concerned & self._candidates.being_claimed:
             self._concerned |= landing
@@ -353,16 +356,19 @@ class Listener:
         if concerned:
             await self._look_at_running([self._executions[id_] for id_ in concerned if id_ in self._executions])
 
-    async def _look_at_woken(self, ids: list[str]) -> None:
+    async def _look_at_woken(self, woken: Mapping[str, datetime]) -> None:
         """Read what the places of tasks in the queue depend on, after they became claimable again."""
-        for row in await look_up(self._store, self._me, ids):
+        for row in await look_up(self._store, self._me, list(woken)):
             if row.claim_time == NEVER or (self._from is not None and row.queue not in self._from):
                 continue
             place = 0 if row.named else self._partitions.place_to_hear(row.id, row.queue, row.needs, row.wanted)
             if place <= _LAST_PLACE_TO_TRY:
                 moment = max(filter(None, (row.claim_time, row.next_claim_time)))
                 self._queues.heard_of(row.queue, row.id.partition(":")[0])
-                self._offer(row.id, row.queue, moment, row.number, row.priority, row.fail_cnt, place, row.group)
+                written = woken[row.id]
+                self._offer(
+                    row.id, row.queue, moment, written, row.number, row.priority, row.fail_cnt, place, row.group
+                )
 
     async def _look_at_running(self, executions: list[Execution]) -> None:
         """Ask whether these executions still hold their tasks, and apply changed options."""

@@ -6,14 +6,16 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from taskmesh import Retry, Status, Task, TaskError, TaskFailed, TaskMesh, TaskOption, current_task
-from taskmesh.consumer.candidates.claim_queue import Candidate
+from taskmesh.consumer.candidates.backup_claims import BackupClaims
+from taskmesh.consumer.candidates.claim_queue import Candidate, ClaimQueue
+from taskmesh.consumer.listener import Listener
 from tests.waiting import eventually, slowness_of_the_machine
 from tests.working import all_working, finished, parts_of, working
 
@@ -332,3 +334,34 @@ async def test_of_what_has_to_wait_for_a_scan_only_what_it_has_read_and_has_fail
         assert candidates.let_failed_go() == 1
         assert [id_ for id_ in ("read", "new", "behind") if id_ in candidates] == ["read"]
         assert not candidates.offer(Candidate("newer", "default", now, now, 151))
+
+
+async def test_what_is_due_in_a_moment_is_not_tried_before(mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried too early, it would be refused, and wait for a scan."""
+    heard: dict[tuple[str, int], bool] = {}
+    due: dict[tuple[str, int], float] = {}
+    hear, offer = Listener._offer, ClaimQueue.offer
+
+    def heard_of(listener: Listener, id_: str, queue: str, moment: datetime, written: datetime, *rest: Any) -> None:
+        before = len(due)
+        hear(listener, id_, queue, moment, written, *rest)
+        if len(due) > before:
+            each = list(due)[-1]
+            heard[each] = due[each] >= listener._clock.monotonic(moment) or moment <= written
+
+    def offered(candidates: ClaimQueue, candidate: Candidate) -> bool:
+        due.setdefault((candidate.id, candidate.fail_cnt), candidate.due)
+        return offer(candidates, candidate)
+
+    @mesh.task(option=TaskOption(unexpected_retry_delay_ms=40, unexpected_retry_jitter=0.0))
+    async def job() -> None:
+        raise ValueError("always")
+
+    monkeypatch.setattr(Listener, "_offer", heard_of)
+    monkeypatch.setattr(ClaimQueue, "offer", offered)
+    monkeypatch.setattr(BackupClaims, "offer_found", lambda *_, **__: 0)  # scans bring nothing
+    async with working(mesh, "w"):
+        await job.configure(delay_ms=40).publish("soon")
+        await job.publish("now")
+        await eventually(lambda: {("job:soon", 0), ("job:now", 0), ("job:now", 1)} <= heard.keys())
+    assert all(heard.values()), heard
