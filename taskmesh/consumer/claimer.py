@@ -11,9 +11,9 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pymongo.errors import OperationFailure, PyMongoError
 
@@ -60,6 +60,16 @@ _SECOND_LOOK_S = 0.025
 _MAX_SET = 1_000
 
 
+class Claimed(NamedTuple):
+    """What became of a claim."""
+
+    won: set[str]
+    answered: bool = True
+    """Whether that is certainly all: nothing of it can still take effect."""
+    error: PyMongoError | None = None
+    """Why it failed, though it may have won something."""
+
+
 class Claimer:
     """Turns candidates into claimed documents."""
 
@@ -94,7 +104,7 @@ class Claimer:
         self._finisher = finisher
         self._write_times = write_times
         self._params_of = params_of
-        self._in_flight: set[asyncio.Task[bool]] = set()
+        self._in_flight: set[asyncio.Task[object]] = set()
         self._late: set[asyncio.Task[None]] = set()
         self._claims_made = 0
         self.reserved = 0
@@ -182,7 +192,7 @@ class Claimer:
         """Half of the slots: one half is claimed while the outcomes of the other half are recorded."""
         return min(_MAX_SET, max(1, (self._settings.concurrency + 1) // 2))
 
-    def _send(self, claim: Coroutine[Any, Any, bool], candidates: Sequence[Candidate]) -> None:
+    def _send(self, claim: Coroutine[Any, Any, object], candidates: Sequence[Candidate]) -> None:
         size = sum(candidate.id not in self._settings.loop_ids for candidate in candidates)
         self.reserved += size
         # In an asyncio task that nobody cancels: a driver call that is cut off costs a connection, and its claim.
@@ -190,22 +200,21 @@ class Claimer:
         self._in_flight.add(claiming)
         claiming.add_done_callback(functools.partial(self._claimed, size))
 
-    def _claimed(self, size: int, claiming: asyncio.Task[bool]) -> None:
+    def _claimed(self, size: int, claiming: asyncio.Task[object]) -> None:
         self.reserved -= size
         self._in_flight.discard(claiming)
         if not claiming.cancelled() and (error := claiming.exception()) is not None:
             logger.error("unexpected error in a claim", exc_info=error)
         self._candidates.ready.set()
 
-    async def _claim_limited(self, queue: str, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> bool:
+    async def _claim_limited(self, queue: str, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> None:
         """Claim as many tasks as the queue's limits have room for."""
         try:
             admission = await self._admit(queue, candidates)
-            return await self._claim_admitted(admission, narrowed_by)
-        except PyMongoError as error:  # what was booked is written off in time
+            await self._claim_admitted(admission, narrowed_by)
+        except PyMongoError as error:  # starts that were counted are written off in time
             logger.warning("the limits of queue %s could not be asked (%s)", queue, type(error).__name__)
-            self._pause_until = time.monotonic() + _ASK_AGAIN_S
-            return False
+            self._pause(_ASK_AGAIN_S, [candidate for candidate in candidates if candidate.id not in self._executions])
 
     async def _admit(self, queue: str, candidates: list[Candidate]) -> Admission:
         """Ask for room. Meanwhile no scan offers the same tasks again."""
@@ -216,27 +225,29 @@ class Claimer:
         finally:
             self._candidates.being_claimed.difference_update(ids)
 
-    async def _claim_admitted(self, admission: Admission, narrowed_by: Mapping[str, Any]) -> bool:
+    async def _claim_admitted(self, admission: Admission, narrowed_by: Mapping[str, Any]) -> None:
         """Claim the tasks for which there is room."""
         if not admission.candidates:
-            return True
-        claimed = await self._claim_set(admission.candidates, {"$and": [{**narrowed_by}, admission.claim_filter]})
-        await self._limits.claimed(admission, answered=claimed)
+            return
+        claimed = Claimed(set(), answered=False)
+        try:
+            claimed = await self._claim_set(admission.candidates, {"$and": [{**narrowed_by}, admission.claim_filter]})
+        finally:  # whatever has happened, no slot is held for ever
+            await self._limits.claimed(admission, claimed.won, answered=claimed.answered)
+
+    async def _claim_set(self, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> Claimed:
+        """Claim a set, and start what was won."""
+        claimed = await self._try(candidates, narrowed_by)
+        if claimed.error is None:
+            return claimed
+        rest = [candidate for candidate in candidates if candidate.id not in claimed.won]
+        if not is_passing(claimed.error):
+            return await self._split(rest, claimed, claimed.error, narrowed_by)
+        self._pause(_ASK_AGAIN_S, rest)
         return claimed
 
-    async def _claim_set(self, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> bool:
-        """Claim a set, and start what was won. False if the claim was not answered: then it may still take effect."""
-        rest, error = await self._try(candidates, narrowed_by)
-        if error is None:
-            return True
-        if not is_passing(error):
-            await self._split(rest, narrowed_by, error)
-        return False
-
-    async def _try(
-        self, candidates: list[Candidate], narrowed_by: Mapping[str, Any]
-    ) -> tuple[list[Candidate], PyMongoError | None]:
-        """Claim a set once, and start what was won. After an error, return it together with what was not won."""
+    async def _try(self, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> Claimed:
+        """Claim a set once, and start what was won."""
         ids = [candidate.id for candidate in candidates]
         running_id = self._next_running_id()
         sent = time.monotonic()
@@ -248,21 +259,20 @@ class Claimer:
         except PyMongoError as error:
             if is_over_deadline(error):
                 self._write_times.missed(deadline_ms)
-            won_ids = await self._resolve(ids, running_id, sent, deadline_ms, passing=is_passing(error))
-            return [candidate for candidate in candidates if candidate.id not in won_ids], error
+            return await self._resolve(ids, running_id, sent, deadline_ms, error)
         finally:
             self._candidates.being_claimed.difference_update(ids)
         self._held_off_s = 0.0
         self._write_times.met(took)
+        won_ids = {document["_id"] for document in documents}
         if self._observer is not None:
-            won_ids = {document["_id"] for document in documents}
             waits = [_wait(candidate, sent) for candidate in candidates if candidate.id in won_ids]
             self._observer.claimed(waits, took, len(ids))
         self._begin(documents, running_id, sent, took)
         if len(documents) < len(ids):
             self._candidates.tried_in_vain += len(ids) - len(documents)
             self._look_again(candidates)
-        return [], None
+        return Claimed(won_ids)
 
     async def _claim_and_read(
         self, ids: list[str], running_id: str, sent: float, narrowed_by: Mapping[str, Any], deadline_ms: int
@@ -293,10 +303,7 @@ class Claimer:
     async def _read_won(
         self, ids: list[str], running_id: str, sent: float, count: int, *, majority: bool = False
     ) -> list[Document]:
-        """Read what was won, in the order of the candidates.
-
-        The leases of tasks that cannot be read in time are left to run out; those tasks were never started.
-        """
+        """Read what was won, in the order of the candidates. Raises the error if that cannot be read in time."""
         pause = 0.02
         while True:
             try:
@@ -310,14 +317,11 @@ class Claimer:
                     count=count or None,
                 )
             except PyMongoError as error:
-                if not (is_passing(error) or is_over_deadline(error)):
-                    what = f"{count} claimed tasks" if count else "what a claim may have won"
-                    logger.warning("%s cannot be read: the leases will run out (%.200s)", what, error)
-                    return []
+                lasts = time.monotonic() - sent > _READ_WITHIN_S
+                if lasts or not (is_passing(error) or is_over_deadline(error)):
+                    raise
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 1.0)
-                if time.monotonic() - sent > _READ_WITHIN_S:
-                    return []
             else:
                 place = {id_: place for place, id_ in enumerate(ids)}
                 return sorted(documents, key=lambda document: place[document["_id"]])
@@ -335,35 +339,46 @@ class Claimer:
             self._candidates.no_longer_aside(document["_id"])
             lease_s = document["task_option"]["worker_timeout_ms"] / 1000
             if took > _SPENT_SHARE * lease_s or not self._life.claims:
-                slot = self._limits.given_back(document["_id"])
-                self._finisher.release(document["_id"], running_id, functools.partial(self._limits.free, slot))
+                self._give_back(document["_id"], running_id)
             else:
                 to_start.append(document)
         self._executor.start(to_start, running_id, sent)
 
+    def _give_back(self, id_: str, running_id: str) -> None:
+        """Give back a task that was won, or may have been, and does not start."""
+        slot = self._limits.given_back(id_)
+        self._finisher.release(id_, running_id, functools.partial(self._limits.free, slot))
+
     async def _resolve(
-        self, ids: list[str], running_id: str, sent: float, deadline_ms: int, *, passing: bool
-    ) -> set[str]:
+        self, ids: list[str], running_id: str, sent: float, deadline_ms: int, error: PyMongoError
+    ) -> Claimed:
         """After an error, find out what the claim has won, and start it."""
-        if passing:
+        if passing := is_passing(error):
             logger.warning("no reply to a claim of %d tasks: asking which of them it won", len(ids))
-        documents, _ = await self._confirmed(ids, running_id, sent)
+        documents: list[Document] = []
+        is_all = False
+        try:
+            documents, is_all = await self._confirmed(ids, running_id, sent)
+        except PyMongoError as why:
+            logger.warning("what a claim of %d tasks has won cannot be read, and is given back (%.200s)", len(ids), why)
         self._begin(documents, running_id, sent, time.monotonic() - sent)
+        won_ids = {document["_id"] for document in documents}
         if passing:
-            self._pause_until = time.monotonic() + _ASK_AGAIN_S
-            won_ids = {document["_id"] for document in documents}
             late = asyncio.get_running_loop().create_task(
-                self._resolve_late(ids, running_id, sent, deadline_ms, won_ids)
+                self._give_back_late(set(ids) - won_ids, running_id, deadline_ms)
             )
             self._late.add(late)
             late.add_done_callback(self._late.discard)
+        elif not is_all:
+            for id_ in set(ids) - won_ids:
+                self._give_back(id_, running_id)
         self._candidates.want_more()
-        return {document["_id"] for document in documents}
+        return Claimed(won_ids, is_all and not passing, error)
 
     async def _confirmed(self, ids: list[str], running_id: str, sent: float) -> tuple[list[Document], bool]:
         """Return what an unanswered claim has won, as confirmed by a majority, and whether that is all that the primary shows.
 
-        The rest is given back (`_resolve_late`). A primary that has lost the majority goes on for a while, and shows claims
+        The rest is given back. A primary that has lost the majority goes on for a while, and shows claims
         that will be rolled back.
         """
         while True:
@@ -373,32 +388,39 @@ class Claimer:
                 return confirmed, len(confirmed) >= len(shown)
             await asyncio.sleep(0.05)
 
-    async def _resolve_late(
-        self, ids: list[str], running_id: str, sent: float, deadline_ms: int, known: set[str]
-    ) -> None:
-        """Ask once more, after the server must have given up: the claim may have taken effect after the first question."""
+    async def _give_back_late(self, ids: Collection[str], running_id: str, deadline_ms: int) -> None:
+        """Give back what the claim may have won since it was asked, after the server must have given up."""
         await asyncio.sleep(deadline_ms / 1000 + 0.2)
-        documents = await self._read_won(ids, running_id, sent, 0)
-        for document in documents:
-            entry = next(e for e in document["task_state"]["worker_states"] if e["running_id"] == running_id)
-            if document["_id"] not in known and entry["state"] == "RUNNING":
-                self._finisher.release(document["_id"], running_id)
+        for id_ in ids:
+            self._finisher.release(id_, running_id)
 
-    async def _split(self, rest: list[Candidate], narrowed_by: Mapping[str, Any], error: PyMongoError) -> None:
-        """Try smaller sets, and set aside the document that holds them up. If all fail alike, no document is to blame."""
+    async def _split(
+        self, rest: list[Candidate], claimed: Claimed, error: PyMongoError, narrowed_by: Mapping[str, Any]
+    ) -> Claimed:
+        """Try smaller sets, and set aside the document that holds them up. If all fail alike, no document is to blame.
+
+        `rest`: what the claim that failed with this error has not won. Return what all of them together have.
+        """
         if len(rest) <= 1:
             for candidate in rest:
                 self._set_aside(candidate, error)
-            return
+            return claimed
         parts = [rest[i::8] for i in range(min(8, len(rest)))]
-        tried = await asyncio.gather(*(self._try(part, narrowed_by) for part in parts))
-        failed = [(left, error) for left, error in tried if error is not None and not is_passing(error)]
-        left_over = [candidate for left, _ in failed for candidate in left]
-        all_fail_alike = len(failed) == len(parts) and _are_alike([error for _, error in failed])
+        tries = await asyncio.gather(*(self._try(part, narrowed_by) for part in parts))
+        refused = [
+            (each, each.error, [candidate for candidate in part if candidate.id not in each.won])
+            for part, each in zip(parts, tries, strict=True)
+            if each.error is not None and not is_passing(each.error)
+        ]
+        left_over = [candidate for *_, left in refused for candidate in left]
+        all_fail_alike = len(refused) == len(parts) and _are_alike([error for _, error, _ in refused])
         if all_fail_alike and not all(self._candidates.was_aside(candidate.id) for candidate in left_over):
-            self._hold_off(left_over, failed[0][1])
+            self._hold_off(left_over, refused[0][1])
         else:
-            await asyncio.gather(*(self._split(left, narrowed_by, error) for left, error in failed))
+            smaller = (self._split(left, each, error, narrowed_by) for each, error, left in refused)
+            tries += await asyncio.gather(*smaller)
+        of_all = [claimed, *tries]
+        return Claimed(set[str]().union(*(each.won for each in of_all)), all(each.answered for each in of_all), error)
 
     def _hold_off(self, candidates: list[Candidate], error: PyMongoError) -> None:
         """Claim nothing for a while, longer each time: the result does not depend on what is claimed."""
@@ -406,7 +428,11 @@ class Claimer:
         if not self._held_off_s:
             logger.error("no task can be claimed (%s: %.200s): trying again until one can", type(error).__name__, error)
         self._held_off_s = min(2 * self._held_off_s or first, longest)
-        self._pause_until = time.monotonic() + self._held_off_s
+        self._pause(self._held_off_s, candidates)
+
+    def _pause(self, pause: float, candidates: Sequence[Candidate]) -> None:
+        """Claim nothing for a while, then try these again."""
+        self._pause_until = time.monotonic() + pause
         for candidate in candidates:
             self._candidates.offer(candidate)
 

@@ -14,7 +14,7 @@ import taskmesh.consumer.candidates.limits
 from taskmesh import InvalidOption, Status, TaskMesh, current_task
 from taskmesh.consumer.candidates.claim_queue import Candidate
 from taskmesh.consumer.candidates.limits import Limits
-from taskmesh.consumer.claimer import Claimer
+from taskmesh.consumer.claimer import Claimed, Claimer
 from taskmesh.store import Store
 from taskmesh.store.queues import limits as store_limits
 from tests.consumer.sampling import Span, most_running, most_starts_within, starts_of
@@ -63,7 +63,7 @@ async def test_what_has_room_in_hand_is_claimed_together_whatever_its_queue(
     claims: list[int] = []
     claim_set = Claimer._claim_set
 
-    async def counted(claimer: Claimer, candidates: list[Candidate], narrowed_by: Any) -> bool:
+    async def counted(claimer: Claimer, candidates: list[Candidate], narrowed_by: Any) -> Claimed:
         claims.append(len(candidates))
         return await claim_set(claimer, candidates, narrowed_by)
 

@@ -16,7 +16,7 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.admin import fleet
 from taskmesh.client import change_feed
-from taskmesh.consumer.claimer import Claimer
+from taskmesh.consumer.claimer import Claimed, Claimer
 from taskmesh.consumer.durable import transactions
 from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.listener import Listener
@@ -176,10 +176,10 @@ def closing_goes_past_the_outcome(replace: Replace) -> None:
 def unanswered_claims_are_taken_for_won(replace: Replace) -> None:
     """Who gets no answer runs all that it asked for."""
 
-    async def resolve(self: Any, ids: list[str], running_id: str, sent: float, *_: Any, **__: Any) -> set[str]:
+    async def resolve(self: Any, ids: list[str], running_id: str, sent: float, *_: Any, **__: Any) -> Any:
         documents = await self._store.find({"_id": {"$in": ids}}, claim.WHOLE_FIELDS | {"params": 1})
         self._begin(documents, running_id, sent, 0.0)
-        return set(ids)
+        return Claimed(set(ids))
 
     replace(Claimer, "_resolve", resolve)
 
@@ -187,8 +187,8 @@ def unanswered_claims_are_taken_for_won(replace: Replace) -> None:
 def unanswered_claims_are_taken_for_lost(replace: Replace) -> None:
     """Who gets no answer asks for nothing, and forgets what it may have won."""
 
-    async def resolve(*_: Any, **__: Any) -> set[str]:
-        return set()
+    async def resolve(*_: Any, **__: Any) -> Claimed:
+        return Claimed(set())
 
     async def confirmed(*_: Any) -> tuple[list[Any], bool]:
         return [], False

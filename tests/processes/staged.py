@@ -12,7 +12,7 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.consumer.claimer import Claimer
+from taskmesh.consumer.claimer import Claimed, Claimer
 from taskmesh.consumer.run import finisher
 from taskmesh.consumer.scanner import SCAN_EVERY_S, Scanner
 from taskmesh.store import Store
@@ -40,12 +40,12 @@ def waits_before_claims(worker_id: str, signs: Signs) -> None:
     """Before it sends a claim it waits for "… may claim": what it wants may change meanwhile. It tells when it has tried."""
     claim_set = Claimer._claim_set
 
-    async def wait_and_claim(self: Claimer, *arguments: Any) -> bool:
+    async def wait_and_claim(self: Claimer, *arguments: Any) -> Claimed:
         signs.give(f"{worker_id} wants to claim")
         await signs.wait(f"{worker_id} may claim")
-        answered = await claim_set(self, *arguments)
-        signs.give(f"{worker_id} has tried" if answered else f"{worker_id} had no answer")
-        return answered
+        claimed = await claim_set(self, *arguments)
+        signs.give(f"{worker_id} has tried" if claimed.answered else f"{worker_id} had no answer")
+        return claimed
 
     replace(Claimer, "_claim_set", wait_and_claim)
 
@@ -55,12 +55,12 @@ def claims_again(worker_id: str, signs: Signs) -> None:
     """It claims what it had before once more, when told to: a candidate that is long out of date."""
     claim_set = Claimer._claim_set
 
-    async def claim_and_again(self: Claimer, *arguments: Any) -> bool:
-        answered = await claim_set(self, *arguments)
+    async def claim_and_again(self: Claimer, *arguments: Any) -> Claimed:
+        claimed = await claim_set(self, *arguments)
         await signs.wait(f"{worker_id} may claim again")
         await claim_set(self, *arguments)
         signs.give(f"{worker_id} has tried again")
-        return answered
+        return claimed
 
     replace(Claimer, "_claim_set", claim_and_again)
 

@@ -8,6 +8,7 @@ expires; after the claim, other workers notice that its lease has ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -15,6 +16,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
+
+from pymongo.errors import PyMongoError
 
 from taskmesh.consumer.candidates.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.candidates.parked import Parked
@@ -28,6 +31,7 @@ from taskmesh.model.queue import QueueLimits
 from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import patiently
 from taskmesh.store.queues import limits as store_limits
 from taskmesh.store.queues.limits import NO_LIMIT, Booking, Wish
 
@@ -143,8 +147,6 @@ class Limits:
         self.canaries: set[str] = set()
         """Tasks that were let through while their queue is paused for its failures."""
         self._lacking: dict[str, _Lacking] = {}
-        self._given_back: set[str] = set()
-        """Tasks that a claim has won and that do not start: their lease is being given back."""
         self._shut: dict[Place, _Shut] = {}
         self._asks_first: dict[Place, bool] = {}
         """Where this worker had a share of the rate when it asked last, so that it asks first when there is room again.
@@ -402,29 +404,50 @@ class Limits:
         now = time.monotonic()
         said = self._slots.to_tell(queue, now)
         free, places = self._slots.take_idle(queue, now)
-        booking = await store_limits.book(
-            self._store, queue, self._worker_id, list(wishes.values()), free=free, renew=said, due=self._due(queue)
-        )
+        token = store_limits.new_token()
+        try:
+            booking = await store_limits.book(
+                self._store,
+                queue,
+                self._worker_id,
+                list(wishes.values()),
+                token=token,
+                free=free,
+                renew=said,
+                due=self._due(queue),
+            )
+        except PyMongoError:
+            await self._not_booked(queue, token, wishes.values())
+            self._slots.doubt(queue, free)
+            self._slots.changed.set()
+            raise
+        finally:
+            self._reopen_all(places)
         self._asking_takes_s += 0.1 * (time.monotonic() - now - self._asking_takes_s)
         if booking is not None:
             self._slots.told(said, booking.held, booking.until)
-        self._reopen_all(places)
         return booking
 
-    async def claimed(self, admission: Admission, *, answered: bool) -> None:
-        """Note what became of a claim. If the claim was answered, what does not run here now was not won."""
-        idle = [candidate for candidate in admission.candidates if candidate.id not in self._executions]
-        not_won = [candidate for candidate in idle if candidate.id not in self._given_back] if answered else []
-        self._given_back.difference_update(candidate.id for candidate in idle)
-        self.canaries.difference_update(candidate.id for candidate in idle)
+    async def _not_booked(self, queue: str, token: str, wishes: Collection[Wish]) -> None:
+        """Note that nothing is claimed on a booking that was not answered. If it is there, it would be counted for long."""
+        self._slots.doubt(queue, store_limits.slots_of(token, len(wishes)))
+        if _counts_starts(self.queues.get(queue, {})):
+            with contextlib.suppress(PyMongoError):  # then it is written off in time
+                await store_limits.confirm(self._store, queue, token, wishes)
+
+    async def claimed(self, admission: Admission, won: Collection[str], *, answered: bool) -> None:
+        """Note what a claim has won. If it was not answered, it may have won more, or may yet."""
+        # What runs here though this claim has not won it, another claim has won, on the same slot.
+        left = [each for each in admission.candidates if each.id not in won and each.id not in self._executions]
+        not_won = left if answered else []
+        self.canaries.difference_update(candidate.id for candidate in left)
         has_room = {self._slots.unused(each.id) or (each.queue, each.group) for each in not_won}
-        for candidate in idle:
-            self._slots.forget(candidate.id)
+        self._reopen_all({place for each in left if (place := self._slots.forget(each.id)) is not None})
         if answered and admission.counted is not None:
             unused = [Wish(candidate.id, candidate.group) for candidate in not_won]
             sent = time.monotonic()
             queue, token = admission.counted
-            await store_limits.confirm(self._store, queue, token, unused)
+            await patiently(lambda: store_limits.confirm(self._store, queue, token, unused))
             self._counted(queue, admission.candidates, sent)
         for place in has_room:  # by now; the start that was counted for it is given back, too
             for each in {place, (place[0], None)}:
@@ -436,7 +459,7 @@ class Limits:
 
     def given_back(self, id_: str) -> Slot | None:
         """Note that a claim has won a task that does not start. Return its slot, which is free as soon as that is recorded."""
-        self._given_back.add(id_)
+        self.canaries.discard(id_)
         return self.slot_in_doubt(id_)
 
     def ended(self, id_: str) -> None:
@@ -468,9 +491,9 @@ class Limits:
         self._reopen_all(given_back)
         return pause
 
-    def _reopen_all(self, given_back: Iterable[Place]) -> None:
-        """Try again where slots were given back: what waits for them here has to ask again."""
-        for place in {place for queue, group in given_back for place in ((queue, group), (queue, None))}:
+    def _reopen_all(self, places: Iterable[Place]) -> None:
+        """Try again where slots are no longer held: what waits for them here has to ask again."""
+        for place in {place for queue, group in places for place in ((queue, group), (queue, None))}:
             self._reopen_if_not_by_rate(place)
 
     def _reopen_if_not_by_rate(self, place: Place) -> None:

@@ -77,6 +77,8 @@ class Slots:
         self._ages: Counter[str] = Counter()
         self._wanted_until: dict[str, float] = {}
         """The queues of which another worker lacked some of its share when this one was told last, and how long that holds."""
+        self._in_doubt: dict[str, dict[str, float]] = {}
+        """By queue, the tokens of slots that nobody uses and that may be booked, since a write had no reply, and since when."""
         self.changed = asyncio.Event()
 
     def turn(self, queue: str) -> asyncio.Lock:
@@ -196,11 +198,17 @@ class Slots:
         """Whether one of exactly this place is held and not used."""
         return place in self._idle
 
-    def forget(self, id_: str) -> None:
-        """Forget a task's slot: whether the task runs is unknown. Other workers find out by its lease."""
+    def forget(self, id_: str) -> Place | None:
+        """Forget a task's slot: whether the task runs is unknown. Workers find out by its lease. Return the place of the slot."""
         slot = self._by_task.pop(id_, None)
-        if slot is not None:
-            self._drop(slot.token)
+        if slot is None:
+            return None
+        self._drop(slot.token)
+        return slot.place
+
+    def doubt(self, queue: str, tokens: Collection[str]) -> None:
+        """Note slots that nobody uses and that may be booked. They are given back with the next write."""
+        self._in_doubt.setdefault(queue, {}).update(dict.fromkeys(tokens, time.monotonic()))
 
     def _drop(self, token: str) -> bool:
         """Stop holding a slot. Return whether it was held."""
@@ -213,14 +221,19 @@ class Slots:
         return True
 
     def take_idle(self, queue: str, before: float) -> tuple[list[str], set[Place]]:
-        """Return the tokens of slots that have been unused since then, to be given back, and their places."""
+        """Return the tokens of slots that have been unused since then, to be given back, and their places.
+
+        With those in doubt, unless workers that check the slots have freed them by now.
+        """
+        checked = time.monotonic() - store_limits.FREED_AFTER_MS / 1000
+        in_doubt = [token for token, since in self._in_doubt.pop(queue, {}).items() if since > checked]
         idle = []
         for place in [place for place in self._idle if place[0] == queue]:
             slots = self._idle.pop(place)
             idle += [slot for slot in slots if slot.idle_since <= before]
             if later := [slot for slot in slots if slot.idle_since > before]:
                 self._idle[place] = later
-        return [slot.token for slot in idle if self._drop(slot.token)], {slot.place for slot in idle}
+        return [*in_doubt, *(slot.token for slot in idle if self._drop(slot.token))], {slot.place for slot in idle}
 
     def to_tell(self, queue: str, now: float) -> dict[str, Wish]:
         """Return, by token, what slots are used for that has not been written down."""
@@ -246,13 +259,17 @@ class Slots:
 
     # --- maintaining them ---
 
+    @property
+    def _queues(self) -> set[str]:
+        return {queue for queue, _ in self._held_of} | self._in_doubt.keys()
+
     async def keep(self) -> tuple[set[Place], float | None]:
         """Give back slots that have been unused for a moment, and write down what the others are used for.
 
         Return the places of the slots that were given back, and when to look again.
         """
         places: set[Place] = set()
-        for queue in {queue for queue, _ in self._held_of}:
+        for queue in self._queues:
             async with self.turn(queue):
                 now = time.monotonic()
                 free, given_back = self.take_idle(queue, now - _IDLE_S)
@@ -260,9 +277,10 @@ class Slots:
                 if free or said:
                     try:
                         kept = await store_limits.keep(self._store, queue, self._worker_id, free=free, renew=said)
-                    except PyMongoError as error:  # those expire; the rest is written down later
+                    except PyMongoError as error:  # all of that is written later
                         logger.debug("the slots of queue %s could not be kept (%s)", queue, type(error).__name__)
-                        return places, _TOLD_EVERY_S
+                        self.doubt(queue, free)
+                        return places | given_back, _TOLD_EVERY_S
                     self.told(said, kept.held, kept.until)
                     self._told_of(queue, kept.wanted_at)
             places |= given_back
@@ -272,7 +290,7 @@ class Slots:
 
     async def close(self) -> None:
         """Give back unused slots at the end. Other workers find out about what is left."""
-        for queue in {queue for queue, _ in self._held_of}:
+        for queue in self._queues:
             free, _ = self.take_idle(queue, math.inf)
             if free:
                 try:

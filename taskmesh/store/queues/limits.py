@@ -41,6 +41,8 @@ BOOKED_MS = 3_000
 """How long a slot may be used for a claim after it was booked, or renewed."""
 _LANDED_MS = 2_000
 """After this much longer, no claim on the booking can still be on its way (see the claimer's deadline)."""
+FREED_AFTER_MS = BOOKED_MS + _LANDED_MS
+"""After this long, a check frees a slot that nobody uses."""
 _CHECKED_EVERY_MS = 500
 """How often the slots are checked against the leases, at most; with more slots than this, one millisecond per slot, since a
 check reads all that runs."""
@@ -196,6 +198,7 @@ async def book(
     worker_id: str,
     wishes: Sequence[Wish],
     *,
+    token: str | None = None,
     free: Collection[str] = (),
     renew: Mapping[str, Wish] | None = None,
     due: int = 0,
@@ -203,10 +206,11 @@ async def book(
     """Book as many of the wishes as the limits have room for. None if the queue has no limits (any more).
 
     `free`, `renew`: what `keep` does, done before. `due`: how many slots the worker lacks of its share, and has for some time.
-    If there is no room for these, the others are told. If the answer is lost, the booking expires when its time is over.
+    If there is no room for these, the others are told. If the answer is lost, the booking expires when its time is over, or its
+    slots are given back: the `token` of the booking, if one is given, tells which these are (`slots_of`).
     """
     renew = renew or {}
-    token = str(ObjectId())
+    token = token or new_token()
     by_group: dict[str | None, list[Document]] = {}
     for place, wish in enumerate(wishes):
         by_group.setdefault(wish.group, []).append({"id": wish.id, "g": wish.group, "i": place})
@@ -241,6 +245,16 @@ async def book(
         check=document.get("checker") == token,
         canary=document.get("failing") is not None,
     )
+
+
+def new_token() -> str:
+    """Return the token of a booking, which no other has."""
+    return str(ObjectId())
+
+
+def slots_of(token: str, wish_cnt: int) -> list[str]:
+    """Return the tokens of the slots that a booking of so many wishes may have got."""
+    return [f"{token}.{place}" for place in range(wish_cnt)]
 
 
 def booking_pipeline(now: rules.Expression) -> list[Document]:
@@ -529,7 +543,7 @@ def booked_until(
 async def confirm(store: Store, queue: str, token: str, unused: Collection[Wish]) -> None:
     """Note that the claim on a booking was answered: it has started all but the `unused`, and nothing more will follow.
 
-    To be called where starts are counted. It does not concern slots.
+    To be called where starts are counted. It does not concern slots. Safe to repeat: the booking then has no token any more.
     """
     mine = {"$eq": ["$$this.t", token]}
     groups = {"$literal": [wish.group for wish in unused]}
@@ -540,7 +554,8 @@ async def confirm(store: Store, queue: str, token: str, unused: Collection[Wish]
         ("group_starts", "$group_per_ms", {"$size": in_group}),
     ):
         started = {
-            "n": {"$subtract": ["$$this.n", count]},
+            "t": None,
+            "n": {"$max": [0, {"$subtract": ["$$this.n", count]}]},
             # Counted from now, which is a moment after the starts: so no window can hold too many of them.
             "leaves": {"$add": [store.now, {"$ifNull": [window, 0]}]},
         }
