@@ -87,6 +87,11 @@ class BlockingDriver:
             with suppress(PyMongoError):  # the server does it by itself when the transaction's time is over
                 session.abort_transaction()
 
+    async def kill(self, session: Any) -> None:
+        """End a session at the server, and so a transaction that a failed commit has left open."""
+        with suppress(PyMongoError):
+            self.client.admin.command({"killSessions": [session.session_id]})
+
 
 class _Eager:
     def __init__(self, collection: Any) -> None:

@@ -225,13 +225,14 @@ async def write(
 
 
 async def commit(store: Store, session: Any, pause: Callable[[float], Awaitable[None]]) -> None:
-    """Commit, and again as long as the answer is unknown, which the server allows for."""
+    """Commit, and again as long as the answer is unknown, which the server allows for. After an error, nothing stays locked."""
     give_up = time.monotonic() + _COMMIT_TRIES_S
     while True:
         try:
             await store.driver.commit(session)
         except PyMongoError as error:
             if not error.has_error_label(_UNKNOWN_COMMIT) or time.monotonic() > give_up:
+                await store.driver.kill(session)  # to the driver it has ended, which no longer aborts it
                 raise
             await pause(_PAUSE_S)
         else:

@@ -180,6 +180,11 @@ class Driver:
             with suppress(PyMongoError):  # the server does it by itself when the transaction's time is over
                 await self.calls.run(maybe(session.abort_transaction()), session)
 
+    async def kill(self, session: Any) -> None:
+        """End a session at the server, and so a transaction that a failed commit has left open: what it wrote is locked until then."""
+        with suppress(PyMongoError):  # the server does it by itself when the transaction's time is over
+            await self.admin({"killSessions": [session.session_id]})
+
     def sync_database(self, socket_timeout_ms: int | None = None) -> Any:
         """Return the same database on a blocking client of its own, for threads. The caller has to close that client.
 
