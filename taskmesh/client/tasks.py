@@ -26,6 +26,7 @@ from taskmesh.model.task import Task, task_id
 from taskmesh.model.times import checked_timeout
 from taskmesh.store import Store, audit, control, find, signals
 from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import patiently
 from taskmesh.store.payloads import references
 from taskmesh.store.values import encoded, new_id
 
@@ -69,9 +70,9 @@ class Tasks:
 
     async def _stored(self, name: str, key: str) -> Document:
         id_ = task_id(name, key)
-        found = await find.get(self._store, [id_])
+        found = await patiently(lambda: find.get(self._store, [id_]))
         if found and "queue" not in found[0] and await self._accepted(id_):
-            found = await find.get(self._store, [id_])
+            found = await patiently(lambda: find.get(self._store, [id_]))
         if not found:
             raise no_such_task(name, key)
         return found[0]

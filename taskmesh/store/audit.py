@@ -20,6 +20,7 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.model.ids import checked_remark
 from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import patiently
 from taskmesh.store.store import Store
 
 logger = logging.getLogger("taskmesh.audit")
@@ -84,7 +85,8 @@ async def _insert(store: Store, id_: str, said: Document, times: Document | None
     fields: Document = {name: {"$literal": value} for name, value in said.items()}
     fields |= {"time": store.now, "delete_time": {"$add": [store.now, KEPT_MS]}, **(times or {})}
     # One stage: the values as they are, the times by the server's clock.
-    await store.driver.collection(store.actions).update_one({"_id": id_}, [{"$set": fields}], upsert=True)
+    actions = store.driver.collection(store.actions)
+    await patiently(lambda: actions.update_one({"_id": id_}, [{"$set": fields}], upsert=True))
 
 
 async def end(store: Store, id_: str, done: int) -> None:

@@ -15,6 +15,7 @@ from pymongo.errors import DuplicateKeyError
 from taskmesh.model.queue import QueueLimits
 from taskmesh.store import rules
 from taskmesh.store.mongodb.driver import Document, find_and_update
+from taskmesh.store.mongodb.server_errors import patiently
 from taskmesh.store.store import Store
 
 HEARTBEAT_MS = 2_000
@@ -138,7 +139,7 @@ async def set_queue(store: Store, queue: str, settings: Document) -> None:
     """Change settings of a queue. Creates its document if necessary."""
     collection = store.driver.collection(store.queues)
     # A plain update: nothing of it is computed.
-    await collection.update_one({"_id": queue}, {"$set": settings}, upsert=True)
+    await patiently(lambda: collection.update_one({"_id": queue}, {"$set": settings}, upsert=True))
 
 
 async def pause_group(store: Store, queue: str, group: str, pause: Document | None) -> None:
@@ -152,7 +153,8 @@ async def pause_group(store: Store, queue: str, group: str, pause: Document | No
     own = [] if pause is None else [{"g": group, **pause}]
     # The pauses of the other groups stay. One update, so that none of two concurrent changes is lost.
     stages = [{"$set": {"paused_groups": {"$concatArrays": [others, {"$literal": own}]}}}]
-    await store.driver.collection(store.queues).update_one({"_id": queue}, stages, upsert=True)
+    queues = store.driver.collection(store.queues)
+    await patiently(lambda: queues.update_one({"_id": queue}, stages, upsert=True))
 
 
 async def server_time(store: Store) -> datetime:

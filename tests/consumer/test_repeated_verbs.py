@@ -10,6 +10,7 @@ import pytest
 
 from taskmesh import Status, TaskMesh, TaskNotFound
 from taskmesh.admin.store import undo
+from taskmesh.store import audit
 from tests.faults import failing_commands
 
 NEVER_HERE_MS = 3_600_000
@@ -177,3 +178,84 @@ async def test_an_undo_does_not_put_back_over_what_was_retried_and_cancelled_sin
     result = await mesh.bulk.undo(action.id)
     assert (result.restored, result.left) == (0, 1)
     assert (await mesh.get("job", "k")).status is Status.CANCELLED
+
+
+Done = Callable[[TaskMesh], Awaitable[Any]]
+
+
+def _stored(collection: str, id_: str, *fields: str) -> Done:
+    """Return what reads a field of a document, as it is stored; None if there is none."""
+
+    async def read(mesh: TaskMesh) -> Any:
+        found: Any = await mesh.store.driver.collection(collection).find_one({"_id": id_})
+        for field in fields:
+            found = None if found is None else found.get(field)
+        return found
+
+    return read
+
+
+UNRELIABLE: dict[str, tuple[Done, Done, Any]] = {
+    "get": (lambda mesh: mesh.get("job", "k"), _stored("tasks", "job:k", "status"), "INIT"),
+    "cancel": (VERBS["cancel"], _stored("tasks", "job:k", "status"), "CANCELLED"),
+    "delete": (VERBS["delete"], _stored("tasks", "job:k"), None),
+    "set_option": (VERBS["set_option"], _stored("tasks", "job:k", "task_option", "priority"), 7),
+    "pause": (lambda mesh: mesh.pause("default"), _stored("queues", "default", "paused"), True),
+    "resume": (lambda mesh: mesh.resume("default"), _stored("queues", "default", "paused"), False),
+    "set_limit": (lambda mesh: mesh.set_limit("default", running=3), _stored("limits", "default", "running"), 3),
+    "set_group_limit": (
+        lambda mesh: mesh.queues.set_group_limit("default", "g", running=2),
+        _stored("queues", "default", "limits", "groups"),
+        [{"g": "g", "n": 2}],
+    ),
+    "pause_on_failures": (
+        lambda mesh: mesh.queues.pause_on_failures("default", 0.5),
+        _stored("queues", "default", "failure_pause", "share"),
+        0.5,
+    ),
+    "schedules.pause": (lambda mesh: mesh.schedules.pause("daily"), _stored("schedules", "daily", "paused"), True),
+    "schedules.remove": (lambda mesh: mesh.schedules.remove("daily"), _stored("schedules", "daily"), None),
+}
+"""Verbs, what reads their effect, and what it is."""
+REFUSED: dict[str, Any] = {"errorCode": 112}
+UNCONFIRMED: dict[str, Any] = {"writeConcernError": {"code": 64, "errmsg": "waiting for replication timed out"}}
+
+
+@pytest.mark.parametrize("fault", [REFUSED, UNCONFIRMED], ids=["refused", "unconfirmed"])
+@pytest.mark.parametrize("verb", UNRELIABLE)
+async def test_a_verb_is_done_though_the_database_is_unreliable_for_a_moment(
+    mesh: TaskMesh, mongo_uri: str, verb: str, fault: dict[str, Any]
+) -> None:
+    await _publish(mesh, 1)
+    await mesh.schedules.put("daily", name="job", params={"n": 1}, cron="0 3 * * *")
+    do, effect, expected = UNRELIABLE[verb]
+    commands = ["update", "findAndModify", "delete", *(["find", "aggregate"] if fault is REFUSED else [])]
+    async with failing_commands(mongo_uri, commands, times=3, **fault):
+        await do(mesh)
+    assert await effect(mesh) == expected
+
+
+async def test_the_group_of_a_queue_is_paused_though_the_database_is_unreliable_for_a_moment(
+    mesh: TaskMesh, mongo_uri: str
+) -> None:
+    for do, paused in ((mesh.pause, ["g"]), (mesh.resume, [])):
+        async with failing_commands(mongo_uri, ["update"], times=3, **REFUSED):
+            await do("default", group="g")
+        document = await mesh.store.driver.collection("queues").find_one({"_id": "default"})
+        assert [pause["g"] for pause in document["paused_groups"]] == paused
+
+
+async def test_what_was_done_is_audited_though_the_database_is_unreliable_for_a_moment(
+    mesh: TaskMesh, mongo_uri: str
+) -> None:
+    await _publish(mesh, 1)
+    note = audit.note
+
+    async def unreliable(*args: Any, **about: Any) -> None:
+        async with failing_commands(mongo_uri, ["update"], times=3, **REFUSED):
+            await note(*args, **about)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(audit, "note", unreliable)
+        await mesh.cancel("job", "k")
+    assert [action.action for action in await mesh.audit.actions()] == ["task.cancel"]

@@ -181,7 +181,7 @@ class Driver:
                 await self.calls.run(maybe(session.abort_transaction()), session)
 
     async def kill(self, session: Any) -> None:
-        """End a session at the server, and so a transaction that a failed commit has left open: what it wrote is locked until then."""
+        """End a session at the server, and so a transaction that a failed commit has left open, which locks what it wrote."""
         with suppress(PyMongoError):  # the server does it by itself when the transaction's time is over
             await self.admin({"killSessions": [session.session_id]})
 

@@ -33,6 +33,7 @@ from pymongo.errors import DuplicateKeyError
 
 from taskmesh.store import rules
 from taskmesh.store.mongodb.driver import Document, find_and_update
+from taskmesh.store.mongodb.server_errors import patiently
 from taskmesh.store.pipeline.by_id import own_value
 from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.store import Store
@@ -133,8 +134,8 @@ async def set_first_limits(store: Store, queue: str, limits: Document) -> None:
 async def read_limits(store: Store, queue: str) -> Document:
     """Return the limits of a queue as they are stored, without its state."""
     fields = dict.fromkeys((*_LIMITS, *WINDOWS), 1)
-    document = await store.driver.collection(store.limits).find_one({"_id": queue}, fields | {"_id": 0})
-    return document or {}
+    limits = store.driver.collection(store.limits)
+    return await patiently(lambda: limits.find_one({"_id": queue}, fields | {"_id": 0})) or {}
 
 
 async def set_group_limit(store: Store, queue: str, group: str, running: int | None) -> None:
@@ -146,18 +147,23 @@ async def set_group_limit(store: Store, queue: str, group: str, running: int | N
 
 
 async def change(store: Store, queue: str, stages: Sequence[Document]) -> None:
-    """Change the limits, count what runs without a slot, and tell the workers: of the newest change, whoever comes last."""
+    """Change the limits, count what runs without a slot, and tell the workers: of the newest change, whoever comes last.
+
+    Tries again while the database is unreliable: the `stages` have to be safe to repeat.
+    """
     changed = {"$max": [store.now, {"$add": ["$changed", 1]}]}
-    document: Document = await find_and_update(
-        store.driver.collection(store.limits),
-        {"_id": queue},
-        # What changes, and when: a later change has a later time, even within one millisecond.
-        [*stages, {"$set": {"changed": changed}}],
-        dict.fromkeys((*_LIMITS, *WINDOWS, "changed", "failure_pause", "failing"), 1) | {"_id": 0},
-        upsert=True,
-        return_document=ReturnDocument.AFTER,
+    document: Document = await patiently(
+        lambda: find_and_update(
+            store.driver.collection(store.limits),
+            {"_id": queue},
+            # What changes, and when: a later change has a later time, even within one millisecond.
+            [*stages, {"$set": {"changed": changed}}],
+            dict.fromkeys((*_LIMITS, *WINDOWS, "changed", "failure_pause", "failing"), 1) | {"_id": 0},
+            upsert=True,
+            return_document=ReturnDocument.AFTER,
+        )
     )
-    await check(store, queue)
+    await patiently(lambda: check(store, queue))
     changed_at = document.pop("changed")
     failures, failing = document.pop("failure_pause", None), document.pop("failing", None)
     limits = {name: value for name, value in document.items() if value not in (None, [])}
@@ -168,8 +174,9 @@ async def change(store: Store, queue: str, stages: Sequence[Document]) -> None:
     outdated = {"_id": queue, "limits_changed": {"$not": {"$gt": changed_at}}}
     # A plain update of the queue's settings, which every worker's stream shows; not if a newer change was announced.
     told = {"$set": {**settings, "limits_changed": changed_at}}
+    queues = store.driver.collection(store.queues)
     with contextlib.suppress(DuplicateKeyError):  # a newer change has been announced already
-        await store.driver.collection(store.queues).update_one(outdated, told, upsert=True)
+        await patiently(lambda: queues.update_one(outdated, told, upsert=True))
 
 
 async def forget(store: Store, queue: str) -> None:

@@ -21,7 +21,7 @@ from pymongo.errors import DuplicateKeyError, OperationFailure
 from taskmesh.model.schedule import Attendance
 from taskmesh.store import rules
 from taskmesh.store.mongodb.driver import CODEC, Document, find_and_update
-from taskmesh.store.mongodb.server_errors import Code
+from taskmesh.store.mongodb.server_errors import Code, patiently
 from taskmesh.store.publication import Publication, new_document
 from taskmesh.store.store import Store
 
@@ -126,7 +126,7 @@ def _differ(one: Document, other: Document, names: Iterable[str]) -> bool:
 
 async def read(store: Store, id_: str) -> Document | None:
     """Return a schedule, with the server's `now`."""
-    found = await _read(store, {"_id": id_})
+    found = await patiently(lambda: _read(store, {"_id": id_}))
     return found[0] if found else None
 
 
@@ -228,14 +228,14 @@ async def set_paused(store: Store, id_: str, fields: Document) -> bool:
     if not fields["paused"]:
         await attend(store)
     update = {"$set": fields, "$inc": {"revision": 1}}
-    result = await store.driver.collection(store.schedules).update_one({"_id": id_}, update)
+    schedules = store.driver.collection(store.schedules)
+    result = await patiently(lambda: schedules.update_one({"_id": id_}, update))
     return bool(result.matched_count)
 
 
-async def remove(store: Store, id_: str) -> bool:
-    """Remove a schedule. False if there is none. Tasks that it published stay."""
-    result = await store.driver.collection(store.schedules).delete_one({"_id": id_})
-    return bool(result.deleted_count)
+async def remove(store: Store, id_: str) -> None:
+    """Remove a schedule, if there is one. Tasks that it published stay."""
+    await patiently(lambda: store.driver.collection(store.schedules).delete_one({"_id": id_}))
 
 
 async def is_unfinished(store: Store, id_: str) -> bool:
