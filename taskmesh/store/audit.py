@@ -84,8 +84,8 @@ async def _insert(store: Store, id_: str, said: Document, times: Document | None
     # An update, since an insert cannot contain expressions: the times are the server's.
     fields: Document = {name: {"$literal": value} for name, value in said.items()}
     fields |= {"time": store.now, "delete_time": {"$add": [store.now, KEPT_MS]}, **(times or {})}
-    # One stage: the values as they are, the times by the server's clock.
     actions = store.driver.collection(store.actions)
+    # One stage: the values as they are, the times by the server's clock.
     await patiently(lambda: actions.update_one({"_id": id_}, [{"$set": fields}], upsert=True))
 
 
