@@ -179,7 +179,7 @@ def unanswered_claims_are_taken_for_won(replace: Replace) -> None:
     async def resolve(self: Any, ids: list[str], running_id: str, sent: float, *_: Any, **__: Any) -> Any:
         documents = await self._store.find({"_id": {"$in": ids}}, claim.WHOLE_FIELDS | {"params": 1})
         self._begin(documents, running_id, sent, 0.0)
-        return Claimed(set(ids))
+        return Claimed(set(ids), answered=False)
 
     replace(Claimer, "_resolve", resolve)
 
@@ -188,7 +188,7 @@ def unanswered_claims_are_taken_for_lost(replace: Replace) -> None:
     """Who gets no answer asks for nothing, and forgets what it may have won."""
 
     async def resolve(*_: Any, **__: Any) -> Claimed:
-        return Claimed(set())
+        return Claimed(set(), answered=False)
 
     async def confirmed(*_: Any) -> tuple[list[Any], bool]:
         return [], False
