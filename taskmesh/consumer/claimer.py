@@ -378,7 +378,7 @@ class Claimer:
     async def _confirmed(self, ids: list[str], running_id: str, sent: float) -> tuple[list[Document], bool]:
         """Return what an unanswered claim has won, as confirmed by a majority, and whether that is all that the primary shows.
 
-        The rest is given back. A primary that has lost the majority goes on for a while, and shows claims that will be rolled back.
+        The rest is given back. A primary that has lost the majority goes on for a while, and shows what will be rolled back.
         """
         while True:
             shown = await self._read_won(ids, running_id, sent, 0)
