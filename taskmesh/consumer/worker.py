@@ -344,7 +344,7 @@ class Worker:
         self.finisher = Finisher(store, worker_id, write_times)
         self.dependents = Dependents(store)
         self.transactions = Transactions(store, worker_id, clock, self.pinger, self.reporter)
-        self.journals = Journals(store, self.finisher, self.transactions, clock)
+        self.journals = Journals(store, worker_id, self.finisher, self.transactions, clock)
         self.executor = Executor(
             mesh.publisher,
             mesh.definitions,

@@ -180,30 +180,33 @@ def _longer(outcomes: Sequence[Outcome], now: rules.Expression, until: Document)
     }
 
 
-async def record_start(store: Store, worker_id: str, outcome: Outcome, session: Any) -> bool:
-    """Record that children were started, in the transaction that inserts them. False: it does not count, ask `whether_recorded`.
+async def record_starts(store: Store, worker_id: str, outcomes: Sequence[Outcome], session: Any) -> int:
+    """Record that children were started, in the transaction that inserts them; each outcome is that of another parent.
 
-    Children that this execution has started just before are in the same record, so that ten thousand of them cost only their
-    names.
+    Return how many counted; if fewer than given, ask `whether_recorded`. Children that an execution has started just before are
+    in the same record, so that ten thousand of them cost only their names.
 
     Eligible: the execution's entry is live, the task RUNNING, and no record has the first name. Writes: the record,
     `has_children`, `steps_bytes`, `timeout_cnt`, the lease, the derived fields.
     """
-    now, made = store.now, outcome.step or {}
-    first = made["names"][0]
-    query = still_held_by([outcome], now)
-    query |= {"task_state.steps.id": {"$ne": made["id"]}, "task_state.steps.names": {"$ne": first}}
+    now = store.now
+    records = [outcome.step or {} for outcome in outcomes]
+    made = per_outcome(records, outcomes)
+    names = per_outcome([record["names"] for record in records], outcomes)
+    size = per_outcome([record["size"] for record in records], outcomes)
+    query = still_held_by(outcomes, now)
+    query["$expr"] = {"$and": [query["$expr"], _is_new(outcomes), _starts_none_of(outcomes)]}
     last = {"$last": rules.STEPS}
     goes_on = {
         "$and": [
             {"$eq": ["$_last.kind", "start"]},
-            {"$eq": ["$_last.running_id", {"$literal": outcome.running_id}]},
+            {"$eq": ["$_last.running_id", per_outcome([outcome.running_id for outcome in outcomes], outcomes)]},
             {"$isArray": ["$_last.names"]},
         ]
     }
     longer = {
-        "names": {"$concatArrays": ["$_last.names", {"$literal": made["names"]}]},
-        "size": {"$add": ["$_last.size", made["size"]]},
+        "names": {"$concatArrays": ["$_last.names", names]},
+        "size": {"$add": ["$_last.size", size]},
         "time": now,
     }
     others = {"$filter": {"input": rules.STEPS, "cond": {"$ne": ["$$this.id", "$_last.id"]}}}
@@ -212,13 +215,13 @@ async def record_start(store: Store, worker_id: str, outcome: Outcome, session: 
             "$cond": [
                 goes_on,
                 {"$concatArrays": [others, [{"$mergeObjects": ["$_last", longer]}]]},
-                {"$concatArrays": [rules.STEPS, [{"$mergeObjects": [{"$literal": made}, {"time": now}]}]]},
+                {"$concatArrays": [rules.STEPS, [{"$mergeObjects": [made, {"time": now}]}]]},
             ]
         },
-        "steps_bytes": {"$add": [_bytes, made["size"]]},
+        "steps_bytes": {"$add": [_bytes, size]},
         "has_children": True,
         "timeout_cnt": 0,
-        "worker_states": _renewed([outcome], now),
+        "worker_states": _renewed(outcomes, now),
     }
     stages: list[Document] = [
         # The record before it, which may be one of starts.
@@ -230,7 +233,14 @@ async def record_start(store: Store, worker_id: str, outcome: Outcome, session: 
         *prepared(rules.derivation, now),
     ]
     reply = await store.update(query, stages, WRITE_DEADLINE_MS, session)
-    return bool(reply["n"])
+    return int(reply["n"])
+
+
+def _starts_none_of(outcomes: Sequence[Outcome]) -> rules.Expression:
+    """Return whether no record of the task has the name of the first child that is started."""
+    first = per_outcome([(outcome.step or {})["names"][0] for outcome in outcomes], outcomes)
+    has_it = {"$in": [first, {"$ifNull": ["$$this.names", []]}]}
+    return {"$not": [{"$anyElementTrue": [{"$map": {"input": rules.STEPS, "in": has_it}}]}]}
 
 
 _bytes: rules.Expression = {"$ifNull": ["$task_state.steps_bytes", 0]}

@@ -218,6 +218,34 @@ async def test_whoever_is_told_of_finished_children_looks_at_those_alone(
     assert children < examined < 3.5 * children, examined  # 2.1: each is read, and its mark removed
 
 
+async def test_parents_that_start_children_at_one_moment_cost_a_few_commands(
+    counted: TaskMesh, commands: Commands
+) -> None:
+    parents = 100
+    together = asyncio.Barrier(parents)
+    began: set[str] = set()
+
+    @counted.task
+    async def child() -> str:
+        return current_task().key
+
+    @counted.task
+    async def parent() -> list[str]:
+        task = current_task()
+        if task.key not in began:
+            began.add(task.key)
+            await together.wait()
+        return await task.results([await task.start(child, task.key)])
+
+    handles = await parent.publish_many({f"p{n}": {} for n in range(parents)})
+    async with working(counted, "w", concurrency=CONCURRENCY):
+        found = await asyncio.gather(*(handle.result(120) for handle in handles))
+    assert found == [[handle.key] for handle in handles]
+    # 1: all start in one turn of the loop
+    assert commands.by_name["commitTransaction"] <= parents // 10, commands.by_name
+    assert commands.total < 3 * parents, commands.by_name  # 1; it was 11, with a transaction and three reads for each
+
+
 async def test_who_claims_one_task_writes_it_once(mongo_uri: str, database: str, mesh: TaskMesh) -> None:
     """What the driver may repeat, the server keeps a second time, in `config.image_collection`: a sixth of the claim."""
 

@@ -565,14 +565,20 @@ async def test_a_connection_that_is_cut_before_the_first_block_begins_costs_noth
     assert runs == [1]
 
 
-async def test_what_a_refused_commit_was_to_record_is_recorded_by_the_next(mesh: TaskMesh, mongo_uri: str) -> None:
+@pytest.mark.parametrize("kind", ["published", "child"])
+async def test_what_a_refused_commit_was_to_record_is_recorded_by_the_next(
+    mesh: TaskMesh, mongo_uri: str, kind: str
+) -> None:
     """The driver takes it for ended. At the server it is open until its time is over, and locks the task for a minute."""
     runs: list[str] = []
 
     @mesh.task(option=ONCE)
     async def order() -> None:
         runs.append(current_task().key)
-        await current_task().publish(after_order, "k")
+        if kind == "published":
+            await current_task().publish(after_order, "k")
+        else:
+            await current_task().start(after_order, "k")
 
     @mesh.task
     async def after_order() -> None: ...
@@ -585,14 +591,11 @@ async def test_what_a_refused_commit_was_to_record_is_recorded_by_the_next(mesh:
     assert runs == ["k"]
 
 
-@pytest.mark.parametrize("kind", ["in_loop", "in_thread", "children"])
+@pytest.mark.parametrize("kind", ["in_loop", "in_thread"])
 async def test_a_handler_whose_commit_is_refused_fails_and_runs_again_at_once(
     mesh: TaskMesh, mongo_uri: str, database: str, kind: str
 ) -> None:
     runs: list[int] = []
-
-    @mesh.task
-    async def child() -> None: ...
 
     async def in_loop() -> None:
         runs.append(current_task().failures)
@@ -604,11 +607,7 @@ async def test_a_handler_whose_commit_is_refused_fails_and_runs_again_at_once(
         with current_blocking_task().transaction() as session:
             session.client[database]["orders"].insert_one({"n": 1}, session=session)
 
-    async def children() -> None:
-        runs.append(current_task().failures)
-        await current_task().start(child, "k")
-
-    handler: Any = {"in_loop": in_loop, "in_thread": in_thread, "children": children}[kind]
+    handler: Any = {"in_loop": in_loop, "in_thread": in_thread}[kind]
     order = mesh.task(option=TaskOption(max_unexpected_retries=1, unexpected_retry_delay_ms=0))(handler)
     async with working(mesh), failing_commands(mongo_uri, ["commitTransaction"], times=1, errorCode=8) as have_failed:
         handle = await order.publish("k")

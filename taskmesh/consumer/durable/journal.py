@@ -21,6 +21,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -33,7 +34,9 @@ from pymongo.errors import PyMongoError
 from taskmesh.client.handle import TaskHandle
 from taskmesh.consumer import crash_points
 from taskmesh.consumer.durable.journal_in_thread import InThread, done_in_loop
-from taskmesh.consumer.durable.starts import MAX_STARTS, Starts
+from taskmesh.consumer.durable.reads import Ends, Pending
+from taskmesh.consumer.durable.starts import StartedTogether, Starts
+from taskmesh.consumer.durable.together import MAX_PUBLICATIONS
 from taskmesh.consumer.durable.transactions import Transactions
 from taskmesh.consumer.run.execution import Execution
 from taskmesh.consumer.run.fingerprint import fingerprint
@@ -96,10 +99,15 @@ _PAUSE_S = 0.05
 class Journals:
     """The journals of one consumer's executions."""
 
-    def __init__(self, store: Store, finisher: Finisher, transactions: Transactions, clock: ServerClock) -> None:
+    def __init__(
+        self, store: Store, worker_id: str, finisher: Finisher, transactions: Transactions, clock: ServerClock
+    ) -> None:
         self.store = store
         self.finisher = finisher
         self.transactions = transactions
+        self.started_together = StartedTogether(store, worker_id, clock)
+        self.pending = Pending(store)
+        self.ends = Ends(store)
         self.clock = clock
         self.loop = asyncio.get_running_loop()
         self.threads = anyio.CapacityLimiter(1)
@@ -146,7 +154,7 @@ class Journal:
             "running_id": execution.running_id,
             "attempt": execution.attempt,
         }
-        self._starts = Starts(journals.transactions, execution.id, self)
+        self._starts = Starts(journals.started_together, execution.id, self)
 
     # --- what a handler in the event loop calls ---
 
@@ -309,7 +317,7 @@ class Journal:
                 publication = publisher.publication_of(definition, ids[id_], params_by_key[ids[id_]])
                 publication.parent, publication.detached = self._execution.id, detached
                 publications.append(publication)
-                if len(publications) % MAX_STARTS == 0:
+                if len(publications) % MAX_PUBLICATIONS == 0:
                     await asyncio.sleep(0)  # so that pings and others get their turn
             await self._starts.add(publications)
         finally:
@@ -332,13 +340,17 @@ class Journal:
                     )
             known_to_fail = set(dict(record["value"])) if record is not None else set[str]()
             awaited = [id_ for id_ in ids if id_ not in known_to_fail]
-            may_be_unfinished = record is None
+            starts = [known[steps.record_id("start", 1, id_)] for id_ in awaited]
+            # An execution that did not start them was resumed, most likely since all have ended.
+            may_be_unfinished = record is None and any(
+                each["running_id"] == self._execution.running_id for each in starts
+            )
             while True:
                 if may_be_unfinished and (left := await self._unfinished(awaited)):
                     self.leave(entry)
                     count = f"{left} task{'' if left == 1 else 's'}"
                     await self.suspend({"id": entry.id, "kind": "join", "name": count})
-                stored = await patiently(lambda: children.ends(self._journals.store, ids))
+                stored = await patiently(lambda: self._journals.ends.of(ids, len(ids)))
                 ends = [(id_, stored[id_]) for id_ in awaited if id_ in stored]
                 if cancelled := [id_ for id_, end in ends if end["with_parent"]]:
                     self._execution.check_lease()  # it was retried after it ended, and this handler goes on without that
@@ -346,7 +358,9 @@ class Journal:
                 elif may_be_unfinished or not any(end["status"] in UNFINISHED for _, end in ends):
                     break
                 may_be_unfinished = True  # somebody has retried it since its end was recorded
-            found = await self._payloads.ends(self._journals.store, stored.values())
+            found = await self._payloads.ends(
+                self._journals.store, [stored[id_] for id_ in dict.fromkeys(ids) if id_ in stored]
+            )
             if record is None:
                 errors = [[id_, text] for id_ in dict.fromkeys(ids) if (text := error_of(id_, found.get(id_)))]
                 record = await self.write(entry, {"value": errors, "error": errors[0][1]} if errors else {"value": []})
@@ -366,9 +380,14 @@ class Journal:
 
     async def _unfinished(self, ids: Sequence[str]) -> int:
         """Count the children that this task has to wait for. They name it as a dependent, and so will wake it."""
-        store, execution = self._journals.store, self._execution
-        linking = linking_pipeline([execution.id], store.now)
-        return await patiently(lambda: children.unfinished(store, ids, execution.id, linking)) if ids else 0
+        return await patiently(lambda: self._linked(set(ids))) if ids else 0
+
+    async def _linked(self, ids: AbstractSet[str]) -> int:
+        store, parent = self._journals.store, self._execution.id
+        while True:
+            found = (await self._journals.pending.of([parent], len(ids))).get(parent, {})
+            if await children.name_parent(store, found, ids, parent, linking_pipeline([parent], store.now)):
+                return len(ids & found.keys())
 
     @property
     def _payloads(self) -> Payloads:

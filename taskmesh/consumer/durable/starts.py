@@ -1,26 +1,33 @@
-"""Starts: the children that one execution starts. Those of one moment go out together, in one transaction with their records."""
+"""Starts: the children that executions start. Those of one moment go out together, in one transaction with their records."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from taskmesh.consumer.durable.transactions import Transactions
+from taskmesh.consumer.durable.together import MAX_PUBLICATIONS, Together, Waiting, lost
 from taskmesh.consumer.run.recording import Recorder
-from taskmesh.model.errors import TaskFailed, TaskMeshError, TaskNotFound
+from taskmesh.model.errors import InvalidKey, TaskFailed, TaskMeshError, TaskNotFound
+from taskmesh.store import Store, steps
+from taskmesh.store.clock import ServerClock
+from taskmesh.store.finish import Outcome, Recorded
 from taskmesh.store.mongodb.server_errors import own_copy
 from taskmesh.store.publication import Publication
+from taskmesh.store.publish import publish_in_session
+from taskmesh.store.relations import children
 
-MAX_STARTS = 1_000
-"""The most children of one transaction."""
 _MAX_BYTES = 8_000_000
+_MANY = 100
+"""So many children of one parent are a transaction of their own: little is saved by others in it, which would wait for them."""
 
 
 class Starts:
     """What one execution is about to start. Belongs to the event loop."""
 
-    def __init__(self, transactions: Transactions, parent: str, journal: Recorder) -> None:
-        self._transactions = transactions
+    def __init__(self, started_together: StartedTogether, parent: str, journal: Recorder) -> None:
+        self._started_together = started_together
         self._parent = parent
         self._journal = journal
         self._waiting: dict[str, tuple[Publication, asyncio.Future[None]]] = {}
@@ -55,7 +62,7 @@ class Starts:
                 size = 0
                 for waiting in self._waiting.values():
                     size += waiting[0].size
-                    if batch and (len(batch) == MAX_STARTS or size > _MAX_BYTES):
+                    if batch and (len(batch) == MAX_PUBLICATIONS or size > _MAX_BYTES):
                         break
                     batch.append(waiting)
                 await self._send(batch)
@@ -66,9 +73,17 @@ class Starts:
 
     async def _send(self, batch: Sequence[tuple[Publication, asyncio.Future[None]]]) -> None:
         """Start a set, and answer each caller. What the database refuses is separated from the rest."""
-        refused: Mapping[str, Exception] = {}
+        starting = Starting(
+            id=self._parent,
+            journal=self._journal,
+            publications=[publication for publication, _ in batch],
+            alone=len(batch) > _MANY,
+        )
+        refused: Mapping[str, Exception]
         try:
-            refused = await self._transactions.start_children(self._journal, [publication for publication, _ in batch])
+            async with self._journal.transaction():
+                await self._started_together.record(starting)
+            refused = starting.strangers
         except Exception as error:  # noqa: BLE001 — whatever it is, the handler hears of it
             of_all = isinstance(error, (TaskMeshError, TaskFailed)) and not isinstance(error, TaskNotFound)
             if len(batch) > 1 and not of_all:
@@ -84,3 +99,79 @@ class Starts:
                 answer.set_exception(why)
             else:
                 answer.set_result(None)
+
+
+@dataclass(eq=False, kw_only=True)
+class Starting(Waiting):
+    """Children that one parent starts."""
+
+    journal: Recorder
+    strangers: dict[str, InvalidKey] = field(default_factory=dict)
+    """Those that cannot be its children, with the reason."""
+
+    @property
+    def lease_until(self) -> float:
+        """See `Waiting.lease_until`."""
+        return self.journal.lease_until
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Remember the record, if it was written, and answer whoever waits for it."""
+        if error is None and self.outcome is not None and not self.answer.done():
+            self.journal.remember(self.outcome)
+        super().end(error)
+
+
+class StartedTogether(Together[Starting]):
+    """The children that one consumer's executions start. They are inserted and recorded in their parents, as one."""
+
+    def __init__(self, store: Store, worker_id: str, clock: ServerClock) -> None:
+        super().__init__(store)
+        self._worker_id = worker_id
+        self._clock = clock
+
+    async def write(self, session: Any, todo: Sequence[Starting], touching: Callable[[str], object]) -> None:
+        """See `Together.write`."""
+        wanted = [starting for starting in todo if not starting.answer.done()]
+        ids = [each.id for starting in wanted for each in starting.publications]
+        there = await children.parents_of(self._store, ids, session)
+        parents = dict(there)
+        started: list[Publication] = []
+        for starting in wanted:
+            starting.outcome = None
+            starting.strangers = {
+                each.id: _stranger(each) for each in starting.publications if _is_stranger(each, parents)
+            }
+            own = [each for each in starting.publications if each.id not in starting.strangers]
+            if not own:
+                continue
+            try:
+                starting.outcome = await starting.journal.started([each.id for each in own])
+            except (TaskMeshError, TaskFailed) as error:
+                starting.end(error)
+                continue
+            parents.update((each.id, each.parent) for each in own)
+            started += own
+        for each in started:
+            # They exist and are not recorded: from before their parent started over, so they start over, too.
+            if each.id in there:
+                each.configuration = replace(each.configuration, run_again=True)
+        outcomes = [starting.outcome for starting in wanted if starting.outcome is not None]
+        if outcomes:
+            await publish_in_session(self._store, started, self._clock.now(), session, touching)
+            if await steps.record_starts(self._store, self._worker_id, outcomes, session) < len(outcomes):
+                raise lost(outcomes[0].id)
+
+    async def whether_recorded(self, outcomes: Sequence[Outcome]) -> dict[Outcome, Recorded]:
+        """See `Together.whether_recorded`."""
+        return await steps.whether_recorded(self._store, outcomes)
+
+
+def _is_stranger(child: Publication, parents: Mapping[str, str | None]) -> bool:
+    return child.id in parents and parents[child.id] != child.parent
+
+
+def _stranger(child: Publication) -> InvalidKey:
+    return InvalidKey(
+        f"task {child.name!r} {child.key!r} is there already and was not started by {child.parent!r}, so it cannot be its child: "
+        "start it under another key"
+    )

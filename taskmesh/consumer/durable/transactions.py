@@ -14,13 +14,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, Protocol
 
 from pymongo.errors import OperationFailure, PyMongoError
 
-from taskmesh.consumer.durable.together import Together, commit, lost, write
+from taskmesh.consumer.durable.together import Successes, commit, lost, write
 from taskmesh.consumer.run.execution import Execution
 from taskmesh.consumer.run.outcome import stored_success
 from taskmesh.consumer.run.pinger import Pinger
@@ -28,7 +28,6 @@ from taskmesh.consumer.run.recording import Entry, Recorder, failed, inside, ret
 from taskmesh.consumer.run.reporter import Reporter
 from taskmesh.consumer.timing import random_up_to
 from taskmesh.model.errors import (
-    InvalidKey,
     LeaseLost,
     Retry,
     Snooze,
@@ -44,8 +43,6 @@ from taskmesh.store.finish import Outcome
 from taskmesh.store.mongodb.driver import Document, maybe, settings_of
 from taskmesh.store.mongodb.server_errors import is_over_deadline, is_passing, is_transaction_gone, patiently
 from taskmesh.store.publication import Publication
-from taskmesh.store.publish import publish_in_session
-from taskmesh.store.relations import children
 from taskmesh.store.renew import extend
 
 _DEFAULT_LIMIT_S = 60.0
@@ -102,7 +99,7 @@ class Transactions:
         self._clock = clock
         self._pinger = pinger
         self._reporter = reporter
-        self._together = Together(store, worker_id, clock)
+        self._successes = Successes(store, worker_id, clock)
         self._loop = asyncio.get_running_loop()
         self._limit_s: float | None = None
         self._opening = asyncio.Lock()
@@ -148,57 +145,6 @@ class Transactions:
         except TaskFailed as error:
             return await journal.write(entry, failed(error))
 
-    async def start_children(self, journal: Recorder, publications: Sequence[Publication]) -> dict[str, InvalidKey]:
-        """Insert children and record them in their parent, as one. Return those that cannot be inserted, with the reason.
-
-        Raises `LeaseLost`, and the database's error about a child that it refuses; then none exists.
-        """
-        longest = _FIRST_WAIT_S
-        while True:
-            outcome: Outcome | None = None
-            async with journal.transaction(), self._store.driver.session() as session:
-                try:
-                    await self._store.driver.start_transaction(session)
-                    there = await children.parents_of(self._store, [each.id for each in publications], session)
-                    strangers = {
-                        each.id: InvalidKey(
-                            f"task {each.name!r} {each.key!r} is there already and was not started by {each.parent!r}, so it "
-                            "cannot be its child: start it under another key"
-                        )
-                        for each in publications
-                        if there.get(each.id, each.parent) != each.parent
-                    }
-                    started = [each for each in publications if each.id not in strangers]
-                    if not started:
-                        return strangers
-                    outcome = await journal.started([each.id for each in started])
-                    for each in started:
-                        # They exist and are not recorded: from before their parent started over, so they start over, too.
-                        if each.id in there:
-                            each.configuration = replace(each.configuration, run_again=True)
-                    await publish_in_session(self._store, started, self._clock.now(), session)
-                    if not await steps.record_start(self._store, self._worker_id, outcome, session):
-                        raise lost(outcome)
-                    await commit(self._store, session, asyncio.sleep)
-                except PyMongoError as error:
-                    falters = error.has_error_label(_TRANSIENT) or is_passing(error) or is_over_deadline(error)
-                    if not falters or time.monotonic() >= journal.lease_until:
-                        raise
-                except LeaseLost:
-                    if outcome is None:
-                        raise
-                    # Perhaps an answer was lost, not the lease.
-                    answers = await steps.whether_recorded(self._store, [outcome])
-                    if answers[outcome] != "recorded":
-                        raise
-                    journal.remember(outcome)
-                    return strangers
-                else:
-                    journal.remember(outcome)
-                    return strangers
-            await asyncio.sleep(random_up_to(longest))
-            longest = min(longest * 1.5, _LONGEST_WAIT_S)
-
     def step_in_thread(
         self, execution: Execution, journal: Recorder, entry: Entry, made: Callable[[Any], Document]
     ) -> Document:
@@ -211,8 +157,8 @@ class Transactions:
         return _StepFromThread(_StepHere(self, execution, journal, entry), self.side(execution))
 
     async def record(self, execution: Execution, outcome: Outcome) -> None:
-        """Record SUCCESS and what the handler published, as one. See `Together.record`."""
-        await self._together.record(execution, outcome)
+        """See `Successes.record_success`."""
+        await self._successes.record_success(execution, outcome)
 
     # --- in a thread ---
 
@@ -457,7 +403,7 @@ async def _step_again(
             ours = True
             worker_id, outcome = await side.outcome(fields)
             if not await steps.record(store, worker_id, [outcome], session=session):
-                raise lost(outcome)  # noqa: TRY301 — undoes what was begun
+                raise lost(outcome.id)  # noqa: TRY301 — undoes what was begun
             await commit(store, session, pause)
         except BaseException as error:
             outcome = None

@@ -8,7 +8,7 @@ that they were cancelled with their parent: if that is retried, and wants them a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from taskmesh.store import rules
@@ -53,29 +53,40 @@ async def ends(store: Store, ids: Sequence[str]) -> dict[str, Document]:
     return found
 
 
-async def unfinished(store: Store, ids: Sequence[str], parent_id: str, linking: Sequence[Document]) -> int:
-    """Let these children, and no others, name their parent as a dependent. Return how many are unfinished after that.
+async def pending(store: Store, parents: Sequence[str]) -> dict[str, dict[str, bool]]:
+    """Return the unfinished children of each of these tasks that has any, and whether they name it as a dependent."""
+    fields: Document = {
+        "parent": "$task_state.parent",
+        "named": {"$in": ["$task_state.parent", {"$ifNull": [rules.DEPENDENTS, []]}]},
+    }
+    query: Document = {"task_state.parent": {"$in": list(parents)}, "task_state.pending": True}
+    found: dict[str, dict[str, bool]] = {}
+    for row in await store.find(query, fields, majority=True):
+        found.setdefault(row["parent"], {})[row["_id"]] = row["named"]
+    return found
 
-    They name it from the beginning, so mostly there is nothing to write. `linking`: see `dependencies.linking_pipeline`.
+
+async def name_parent(
+    store: Store, found: Mapping[str, bool], ids: Collection[str], parent_id: str, linking: Sequence[Document]
+) -> bool:
+    """Let these of the parent's `pending` children, and no others, name it as a dependent. Return whether they did before.
+
+    They name it from the beginning, so mostly there is nothing to write. If they did not, look at them again: one may have
+    ended meanwhile. `linking`: see `dependencies.linking_pipeline`.
     """
-    wanted = set(ids)
     mine: Document = {"task_state.parent": parent_id, "task_state.pending": True}
-    fields: Document = {"named": {"$in": [{"$literal": parent_id}, {"$ifNull": [rules.DEPENDENTS, []]}]}}
-    while True:
-        pending = {row["_id"]: row["named"] for row in await store.find(mine, fields, majority=True)}
-        for part in in_parts([id_ for id_, named in pending.items() if named and id_ not in wanted]):
-            rest = {"$setDifference": [rules.DEPENDENTS, [{"$literal": parent_id}]]}
-            # Its dependents without its parent, which may wait for it later.
-            unlinking: list[Document] = [
-                {"$set": {"task_state.dependents": rest}},
-                *prepared(rules.derivation, store.now),
-            ]
-            await store.update({"_id": {"$in": part}, **mine}, unlinking, _DEADLINE_MS)
-        unnamed = [id_ for id_, named in pending.items() if not named and id_ in wanted]
-        if not unnamed:
-            return len(wanted & pending.keys())
-        for part in in_parts(unnamed):
-            await store.update({"_id": {"$in": part}, **mine}, linking, _DEADLINE_MS)
+    for part in in_parts([id_ for id_, named in found.items() if named and id_ not in ids]):
+        rest = {"$setDifference": [rules.DEPENDENTS, [{"$literal": parent_id}]]}
+        # Its dependents without its parent, which may wait for it later.
+        unlinking: list[Document] = [
+            {"$set": {"task_state.dependents": rest}},
+            *prepared(rules.derivation, store.now),
+        ]
+        await store.update({"_id": {"$in": part}, **mine}, unlinking, _DEADLINE_MS)
+    unnamed = [id_ for id_, named in found.items() if not named and id_ in ids]
+    for part in in_parts(unnamed):
+        await store.update({"_id": {"$in": part}, **mine}, linking, _DEADLINE_MS)
+    return not unnamed
 
 
 async def cancel(store: Store, parents: Sequence[str]) -> list[str]:
