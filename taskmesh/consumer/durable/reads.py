@@ -56,11 +56,9 @@ class Reads(ABC, Generic[V]):
                 # What two ask for is read for each, since handlers may change what they get.
                 while self._waiting and len(ids) < _MOST and ids.isdisjoint(self._waiting[0][0]):
                     wanted, answer = self._waiting.popleft()
-                    if not answer.done():  # its caller was cancelled: nobody wants it any more
-                        ids.update(wanted)
-                        answers.append(answer)
-                if answers:
-                    await self._read(ids, answers)
+                    ids.update(wanted)
+                    answers.append(answer)
+                await self._read(ids, answers)
         finally:
             self._reading = None
 
@@ -71,7 +69,7 @@ class Reads(ABC, Generic[V]):
         except Exception as error:  # noqa: BLE001 — whatever it is, those who asked hear of it
             found = error
         for answer in answers:
-            if answer.done():
+            if answer.done():  # whoever waited for it was cancelled
                 continue
             if isinstance(found, Exception):
                 answer.set_exception(own_copy(found))

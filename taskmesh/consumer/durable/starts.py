@@ -131,12 +131,11 @@ class StartedTogether(Together[Starting]):
 
     async def write(self, session: Any, todo: Sequence[Starting], touching: Callable[[str], object]) -> None:
         """See `Together.write`."""
-        wanted = [starting for starting in todo if not starting.answer.done()]
-        ids = [each.id for starting in wanted for each in starting.publications]
+        ids = [each.id for starting in todo for each in starting.publications]
         there = await children.parents_of(self._store, ids, session)
         parents = dict(there)
         started: list[Publication] = []
-        for starting in wanted:
+        for starting in todo:
             starting.outcome = None
             starting.strangers = {
                 each.id: _stranger(each) for each in starting.publications if _is_stranger(each, parents)
@@ -155,7 +154,7 @@ class StartedTogether(Together[Starting]):
             # They exist and are not recorded: from before their parent started over, so they start over, too.
             if each.id in there:
                 each.configuration = replace(each.configuration, run_again=True)
-        outcomes = [starting.outcome for starting in wanted if starting.outcome is not None]
+        outcomes = [starting.outcome for starting in todo if starting.outcome is not None]
         if outcomes:
             await publish_in_session(self._store, started, self._clock.now(), session, touching)
             if await steps.record_starts(self._store, self._worker_id, outcomes, session) < len(outcomes):

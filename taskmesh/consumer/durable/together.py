@@ -219,7 +219,7 @@ class Together(ABC, Generic[W]):
                 waiting.end()
             elif answer == "lost" or time.monotonic() > waiting.lease_until:
                 waiting.end(lost(waiting.id))
-            elif not waiting.answer.done():
+            else:
                 left.append(waiting)
         return left
 
