@@ -340,11 +340,7 @@ class Journal:
                     )
             known_to_fail = set(dict(record["value"])) if record is not None else set[str]()
             awaited = [id_ for id_ in ids if id_ not in known_to_fail]
-            starts = [known[steps.record_id("start", 1, id_)] for id_ in awaited]
-            # An execution that did not start them was resumed, most likely since all have ended.
-            may_be_unfinished = record is None and any(
-                each["running_id"] == self._execution.running_id for each in starts
-            )
+            may_be_unfinished = record is None
             while True:
                 if may_be_unfinished and (left := await self._unfinished(awaited)):
                     self.leave(entry)
