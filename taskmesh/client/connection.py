@@ -26,7 +26,7 @@ from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.mongodb.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.numbers import Numbers
 from taskmesh.store.payloads import Payloads
-from taskmesh.store.relations.dependencies import Leftovers
+from taskmesh.store.relations.dependencies import Links
 
 logger = logging.getLogger("taskmesh.connection")
 
@@ -57,7 +57,7 @@ class Connection:
     _results: Results
     _registry: Registry
     _acceptance: Acceptance
-    _leftovers: Leftovers
+    _links: Links
 
     def __init__(self, client: Any, database: str, collection: str, payloads: Payloads | None = None) -> None:
         self.client = client
@@ -131,7 +131,7 @@ class Connection:
         self._results = Results(store, self._feed)
         self._registry = Registry(store)
         self._acceptance = Acceptance(store, clock, self._registry)
-        self._leftovers = Leftovers(store)
+        self._links = Links(store)
 
     async def create_what_is_missing(self) -> None:
         """Do what `open(create=False)` has left out."""
@@ -161,7 +161,7 @@ class Connection:
         if self._store is None:  # somebody else has closed it meanwhile
             return
         store, self._store = self._store, None
-        await self._leftovers.close()
+        await self._links.close()
         for reader in tuple(self._event_readers):
             reader.close()
         await self._results.close()
@@ -251,10 +251,10 @@ class Connection:
         return self._acceptance
 
     @property
-    def leftovers(self) -> Leftovers:
-        """Takes what publications in lines, and with dependencies, leave for later. Raises as `store` does."""
+    def links(self) -> Links:
+        """Links publications in lines, and with dependencies, to other tasks. Raises as `store` does."""
         _ = self.store
-        return self._leftovers
+        return self._links
 
     def events(
         self, name: str | None, key: str | None, *, after: str | None, buffer: int = DEFAULT_BUFFER

@@ -24,7 +24,6 @@ from taskmesh.model.times import checked_timeout
 from taskmesh.store import Store, apart, flows
 from taskmesh.store.mongodb.server_errors import patiently
 from taskmesh.store.publication import Publication, line_of
-from taskmesh.store.relations import dependencies
 
 R = TypeVar("R")
 _UNFINISHED = (Status.INIT, Status.RUNNING)
@@ -175,7 +174,7 @@ class Flows:
         new = [each for each in publications if each.id not in joined]
         outside = {id_ for each in new if (after := each.configuration.after) for id_ in after.ids}
         if outside := outside.difference(members):
-            await patiently(lambda: dependencies.check(store, outside))
+            await self._connection.links.check(outside)
         for publication in publications:
             publication.flow = key
         await patiently(lambda: apart.put(store, [value for each in publications for value in each.apart]))

@@ -318,9 +318,9 @@ class Publisher:
         if not waited_for and not any(each.configuration.sequence_key for each in publications):
             return await self._insert_patiently(store, publications)
         if waited_for:
-            await patiently(lambda: dependencies.check(store, waited_for))
+            await self._connection.links.check(waited_for)
         published = await self._insert_patiently(store, publications)
-        await dependencies.tell(store, [each.id for each in publications], self._connection.leftovers)
+        await self._connection.links.tell([each.id for each in publications])
         return published
 
     async def _insert_patiently(self, store: Store, publications: list[Publication]) -> list[Published]:
@@ -489,7 +489,7 @@ class Publisher:
         if after is None or not (unknown := set(after.ids).difference(beside)):
             return
         try:
-            await patiently(lambda: dependencies.check(store, unknown))
+            await self._connection.links.check(unknown)
         except TaskNotFound:
             if not await patiently(lambda: dependencies.there(store, [publication.id])):
                 raise

@@ -34,7 +34,6 @@ from pymongo.errors import PyMongoError
 from taskmesh.client.handle import TaskHandle
 from taskmesh.consumer import crash_points
 from taskmesh.consumer.durable.journal_in_thread import InThread, done_in_loop
-from taskmesh.consumer.durable.reads import Ends, Pending
 from taskmesh.consumer.durable.starts import StartedTogether, Starts
 from taskmesh.consumer.durable.together import MAX_PUBLICATIONS
 from taskmesh.consumer.durable.transactions import Transactions
@@ -106,8 +105,8 @@ class Journals:
         self.finisher = finisher
         self.transactions = transactions
         self.started_together = StartedTogether(store, worker_id, clock)
-        self.pending = Pending(store)
-        self.ends = Ends(store)
+        self.pending = children.Pending(store)
+        self.ends = children.Ends(store)
         self.clock = clock
         self.loop = asyncio.get_running_loop()
         self.threads = anyio.CapacityLimiter(1)
@@ -346,7 +345,7 @@ class Journal:
                     self.leave(entry)
                     count = f"{left} task{'' if left == 1 else 's'}"
                     await self.suspend({"id": entry.id, "kind": "join", "name": count})
-                stored = await patiently(lambda: self._journals.ends.of(ids, len(ids)))
+                stored = await patiently(lambda: self._journals.ends.of(ids))
                 ends = [(id_, stored[id_]) for id_ in awaited if id_ in stored]
                 if cancelled := [id_ for id_, end in ends if end["with_parent"]]:
                     self._execution.check_lease()  # it was retried after it ended, and this handler goes on without that
@@ -382,7 +381,9 @@ class Journal:
         store, parent = self._journals.store, self._execution.id
         while True:
             found = (await self._journals.pending.of([parent], len(ids))).get(parent, {})
-            if await children.name_parent(store, found, ids, parent, linking_pipeline([parent], store.now)):
+            if await children.name_parent(
+                store, found, ids, parent, linking_pipeline({"$literal": [parent]}, store.now)
+            ):
                 return len(ids & found.keys())
 
     @property

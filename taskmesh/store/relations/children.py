@@ -13,6 +13,7 @@ from typing import Any
 
 from taskmesh.store import rules
 from taskmesh.store.finish import cancel_pipeline
+from taskmesh.store.grouped import Grouped
 from taskmesh.store.mongodb.driver import Document, restored
 from taskmesh.store.pipeline.by_id import MOST_IDS, in_parts
 from taskmesh.store.pipeline.prepared import prepared
@@ -102,3 +103,29 @@ async def cancel(store: Store, parents: Sequence[str]) -> list[str]:
     for part in in_parts(ids):
         await store.update({"_id": {"$in": part}, **query}, pipeline, _DEADLINE_MS)
     return ids
+
+
+class Ends(Grouped[Document]):
+    """`ends`, for the children of several parents at one moment."""
+
+    separate = True
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    async def call(self, ids: Sequence[str]) -> Mapping[str, Document]:
+        """See `ends`."""
+        return await ends(self._store, ids)
+
+
+class Pending(Grouped[Mapping[str, bool]]):
+    """`pending`, for several parents at one moment."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    async def call(self, ids: Sequence[str]) -> Mapping[str, Mapping[str, bool]]:
+        """See `pending`."""
+        return await pending(self._store, ids)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -27,9 +27,10 @@ from pymongo.errors import OperationFailure, PyMongoError
 from taskmesh.model.dependency import After, label
 from taskmesh.model.errors import TaskNotFound
 from taskmesh.store import find, rules
+from taskmesh.store.grouped import Grouped
 from taskmesh.store.malformed import WELL_FORMED
 from taskmesh.store.mongodb.driver import Document
-from taskmesh.store.mongodb.server_errors import is_over_deadline
+from taskmesh.store.mongodb.server_errors import is_over_deadline, patiently
 from taskmesh.store.pipeline.by_id import MOST_IDS, in_parts, own_value
 from taskmesh.store.pipeline.event_stamp import stamp
 from taskmesh.store.pipeline.prepared import prepared
@@ -99,7 +100,11 @@ class _Marked:
 
 async def check(store: Store, ids: Collection[str], session: Any = None) -> None:
     """Raise `TaskNotFound` unless all these tasks exist."""
-    found = await there(store, ids, session)
+    raise_if_missing(ids, await there(store, ids, session))
+
+
+def raise_if_missing(ids: Collection[str], found: Container[str]) -> None:
+    """Raise `TaskNotFound` unless all these tasks are among those that were found."""
     if missing := [id_ for id_ in ids if id_ not in found]:
         raise TaskNotFound(
             f"there is no task {', '.join(map(label, missing[:_NAMED]))}{' …' if len(missing) > _NAMED else ''}, which after= "
@@ -206,6 +211,47 @@ async def tell(store: Store, ids: Collection[str], leftovers: Leftovers | None =
         logger.info(
             "dependents could not be told now (%s: %.200s): a sweep tells them shortly", type(error).__name__, error
         )
+
+
+class Links:
+    """What the publishers of one process ask and say about dependencies and lines; those of one moment together."""
+
+    def __init__(self, store: Store) -> None:
+        self._leftovers = Leftovers(store)
+        self._there = _There(store)
+        self._tell = _Tell(store, self._leftovers)
+
+    async def check(self, ids: Collection[str]) -> None:
+        """Raise `TaskNotFound` unless all these tasks exist. Tries again while the database is unreliable."""
+        raise_if_missing(ids, await patiently(lambda: self._there.of(ids)))
+
+    async def tell(self, ids: Collection[str]) -> None:
+        """See `tell`."""
+        await self._tell.of(ids)
+
+    async def close(self) -> None:
+        """See `Leftovers.close`."""
+        await self._leftovers.close()
+
+
+class _There(Grouped[bool]):
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    async def call(self, ids: Sequence[str]) -> Mapping[str, bool]:
+        return dict.fromkeys(await there(self._store, ids), True)
+
+
+class _Tell(Grouped[None]):
+    def __init__(self, store: Store, leftovers: Leftovers) -> None:
+        super().__init__()
+        self._store = store
+        self._leftovers = leftovers
+
+    async def call(self, ids: Sequence[str]) -> Mapping[str, None]:
+        await tell(self._store, ids, self._leftovers)
+        return {}
 
 
 async def sweep(store: Store, after_ms: int = MARKS_FOUND_AFTER_MS, known: Collection[str] = ()) -> int:
@@ -338,25 +384,43 @@ async def _link(store: Store, waiting: Sequence[_Marked]) -> bool:
     by_dependencies: dict[tuple[str, ...], list[str]] = {}
     for task in waiting:
         by_dependencies.setdefault(tuple(task.after), []).append(task.id)
+    if len(by_dependencies) > 1 and await _link_at_once(store, waiting):
+        return True
     done = True
     for dependencies, dependents in by_dependencies.items():
         linked = True
+        named = {"$literal": dependents}
         for part in in_parts(dependencies):
-            linked &= await _update(store, part, {}, linking_pipeline(dependents, store.now))
-        if linked:
-            # From now on a check finds all that it waits for.
-            await _update(store, dependents, {}, [{"$unset": "task_state.unlinked"}])
-        done &= linked
+            linked &= await _update(store, part, {}, linking_pipeline(named, store.now))
+        done &= linked and await _are_linked(store, dependents)
     return done
 
 
-def linking_pipeline(dependents: Sequence[str], now: rules.Expression) -> list[Document]:
+async def _link_at_once(store: Store, waiting: Sequence[_Marked]) -> bool:
+    """Link all in one update. False: somebody's open transaction holds a dependency, which should stop its dependents alone."""
+    dependents_of: dict[str, list[str]] = {}
+    for task in waiting:
+        for dependency in task.after:
+            dependents_of.setdefault(dependency, []).append(task.id)
+    for part in in_parts(dependents_of):
+        named = own_value(part, [dependents_of[id_] for id_ in part])
+        if not await _update(store, part, {}, linking_pipeline(named, store.now)):
+            return False
+    return await _are_linked(store, [task.id for task in waiting])
+
+
+async def _are_linked(store: Store, dependents: Sequence[str]) -> bool:
+    """Note that from now on a check finds all that these wait for."""
+    return await _update(store, dependents, {}, [{"$unset": "task_state.unlinked"}])
+
+
+def linking_pipeline(dependents: rules.Expression, now: rules.Expression) -> list[Document]:
     """Let a task name these dependents. If it is finished already, it is kept for them."""
     known = {"$cond": [{"$isArray": [rules.DEPENDENTS]}, rules.DEPENDENTS, []]}
     later = {"$cond": [_is_finished, {"$add": [now, _FIRST_HOLD_MS]}, "$$REMOVE"]}
     return [
         # Those that it names already, and these.
-        {"$set": {"task_state.dependents": {"$setUnion": [known, {"$literal": list(dependents)}]}}},
+        {"$set": {"task_state.dependents": {"$setUnion": [known, dependents]}}},
         # Its retention, if that has begun, stops again.
         {"$unset": "task_state.released_time"},
         # A finished task has nothing to tell its dependents, since they check by themselves; but it is kept for them.
