@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from taskmesh.store.mongodb.server_errors import own_copy
+from taskmesh.store.store import Store
 
 V = TypeVar("V")
 _MANY = 100
@@ -22,10 +24,11 @@ class Grouped(ABC, Generic[V]):
     While a call is under way the next collect, so an answer is never older than its question.
     """
 
-    separate = False
-    """Whether what two ask for is read for each, since they may change what they get."""
+    copied = False
+    """Whether of what two ask for each gets a copy, since they may change it."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._waiting: deque[tuple[Collection[str], asyncio.Future[Mapping[str, V]]]] = deque()
         self._calling: asyncio.Task[None] | None = None
 
@@ -50,28 +53,30 @@ class Grouped(ABC, Generic[V]):
     async def _call_all(self) -> None:
         try:
             while self._waiting:
+                together: list[tuple[Collection[str], asyncio.Future[Mapping[str, V]]]] = []
                 ids: set[str] = set()
-                answers: list[asyncio.Future[Mapping[str, V]]] = []
                 while self._waiting and len(ids) < _MOST:
-                    if self.separate and not ids.isdisjoint(self._waiting[0][0]):
-                        break
-                    wanted, answer = self._waiting.popleft()
-                    ids.update(wanted)
-                    answers.append(answer)
-                await self._call(sorted(ids), answers)
+                    ids.update(self._waiting[0][0])
+                    together.append(self._waiting.popleft())
+                try:
+                    found = await self.call(sorted(ids))
+                except Exception as error:  # noqa: BLE001 — whatever it is, those who asked hear of it
+                    for _, answer in together:
+                        if not answer.done():  # (whoever waited for it was cancelled)
+                            answer.set_exception(own_copy(error))
+                else:
+                    self._answer(together, found)
         finally:
             self._calling = None
 
-    async def _call(self, ids: Sequence[str], answers: Sequence[asyncio.Future[Mapping[str, V]]]) -> None:
-        found: Mapping[str, V] | Exception
-        try:
-            found = await self.call(ids)
-        except Exception as error:  # noqa: BLE001 — whatever it is, those who asked hear of it
-            found = error
-        for answer in answers:
-            if answer.done():  # whoever waited for it was cancelled
+    def _answer(
+        self, together: Sequence[tuple[Collection[str], asyncio.Future[Mapping[str, V]]]], found: Mapping[str, V]
+    ) -> None:
+        given = set[str]()
+        for ids, answer in together:
+            if answer.done():
                 continue
-            if isinstance(found, Exception):
-                answer.set_exception(own_copy(found))
-            else:
-                answer.set_result(found)
+            own = {id_: copy.deepcopy(found[id_]) for id_ in given.intersection(ids) if id_ in found}
+            answer.set_result({**found, **own} if own else found)
+            if self.copied:
+                given.update(ids)

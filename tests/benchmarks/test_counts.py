@@ -247,6 +247,29 @@ async def test_parents_that_start_children_at_one_moment_cost_a_few_commands(
     assert commands.total < 3 * parents, commands.by_name  # 1; it was 11, with a transaction and three reads for each
 
 
+async def test_tasks_that_wait_for_others_cost_a_few_commands_if_they_come_at_one_moment(
+    counted: TaskMesh, commands: Commands
+) -> None:
+    pairs = 100
+
+    @counted.task
+    async def part(n: int) -> int:
+        return n
+
+    @counted.task
+    async def whole(n: int) -> int:
+        return n
+
+    parts = await part.publish_many({str(n): {"n": n} for n in range(pairs)})
+    commands.by_name.clear()
+    handles = await asyncio.gather(*(whole.configure(after={"n": each}).publish(each.key) for each in parts))
+    assert commands.total < pairs / 2, commands.by_name  # 9; it was 630
+    commands.by_name.clear()
+    async with working(counted, "w", concurrency=CONCURRENCY):
+        assert await asyncio.gather(*(handle.result(120) for handle in handles)) == list(range(pairs))
+    assert commands.total < 2 * pairs, commands.by_name  # 66; it was 313
+
+
 async def test_who_claims_one_task_writes_it_once(mongo_uri: str, database: str, mesh: TaskMesh) -> None:
     """What the driver may repeat, the server keeps a second time, in `config.image_collection`: a sixth of the claim."""
 

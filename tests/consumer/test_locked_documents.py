@@ -50,6 +50,29 @@ async def test_t9_a_claim_does_not_wait_for_a_document_in_an_open_transaction(
     assert sorted(started, key=int) == [str(n) for n in range(TASKS)], "each was started once"
 
 
+async def test_t9_tasks_that_wait_for_others_do_not_wait_for_a_dependency_in_an_open_transaction(
+    mesh: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    @mesh.task
+    async def part() -> None: ...
+
+    @mesh.task
+    async def whole() -> None: ...
+
+    keys = [str(n) for n in range(20)]
+    await part.publish_many({key: {} for key in keys})
+    async with working(mesh, "w"):
+        for key in keys:
+            await finished(mesh, "part", key)
+        async with locked(mongo_uri, database, "part:7"):
+            await asyncio.gather(*(whole.configure(after=[("part", key)]).publish(key) for key in keys))
+            for key in keys:
+                if key != "7":
+                    assert (await finished(mesh, "whole", key)).status is Status.SUCCESS
+            assert (await mesh.get("whole", "7")).status is Status.INIT
+        assert (await finished(mesh, "whole", "7")).status is Status.SUCCESS
+
+
 async def test_t9_outcomes_do_not_wait_for_a_document_in_an_open_transaction(
     mesh: TaskMesh, mongo_uri: str, database: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -72,6 +73,26 @@ async def test_dependencies_gives_each_result_by_name_and_key_in_the_type_of_its
     assert found["page", "1"] == Page(1)
     assert isinstance(found["broken", "b"], TaskError)
     assert "ValueError: no" in str(found["broken", "b"])
+
+
+async def test_what_several_get_of_one_dependency_is_not_shared(mesh: TaskMesh) -> None:
+    together = asyncio.Barrier(5)
+
+    @mesh.task
+    async def part() -> Any:
+        return [1]
+
+    @mesh.task
+    async def whole() -> Any:
+        await together.wait()
+        [value] = (await current_task().dependencies()).values()
+        value.append(2)
+        return value
+
+    await part.publish("p")
+    handles = [await whole.configure(after=[("part", "p")]).publish(str(n)) for n in range(5)]
+    async with working(mesh):
+        assert [await handle.result(60) for handle in handles] == 5 * [[1, 2]]
 
 
 async def test_params_come_from_dependencies_validated(mesh: TaskMesh) -> None:

@@ -18,7 +18,7 @@ from taskmesh.store.find import UNFINISHED
 from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.mongodb.server_errors import patiently
 from taskmesh.store.payloads import Payloads, unmarked
-from taskmesh.store.relations.dependencies import waited_for
+from taskmesh.store.relations.dependencies import WaitedFor
 
 _LOOKS_AGAIN_MS = 2_000
 """How long a task is put off if one of its params is the result of a dependency that has been restarted."""
@@ -31,6 +31,7 @@ class DependencyResults:
         self._store = store
         self._payloads = payloads
         self._definitions = definitions
+        self._dependencies = WaitedFor(store)
         self._loop = asyncio.get_running_loop()
 
     async def of(self, id_: str) -> dict[tuple[str, str], Any]:
@@ -84,7 +85,7 @@ class DependencyResults:
         document["params"] = {**(document.get("params") or {}), **values}
 
     async def _waited_for(self, id_: str) -> list[Document]:
-        found = await patiently(lambda: waited_for(self._store, id_))
+        found = await patiently(lambda: self._dependencies.by(id_))
         return [await patiently(partial(self._payloads.fetched, self._store, each)) for each in found]
 
     def _result(self, document: Document) -> Any:

@@ -108,11 +108,7 @@ async def cancel(store: Store, parents: Sequence[str]) -> list[str]:
 class Ends(Grouped[Document]):
     """`ends`, for the children of several parents at one moment."""
 
-    separate = True
-
-    def __init__(self, store: Store) -> None:
-        super().__init__()
-        self._store = store
+    copied = True
 
     async def call(self, ids: Sequence[str]) -> Mapping[str, Document]:
         """See `ends`."""
@@ -121,10 +117,6 @@ class Ends(Grouped[Document]):
 
 class Pending(Grouped[Mapping[str, bool]]):
     """`pending`, for several parents at one moment."""
-
-    def __init__(self, store: Store) -> None:
-        super().__init__()
-        self._store = store
 
     async def call(self, ids: Sequence[str]) -> Mapping[str, Mapping[str, bool]]:
         """See `pending`."""

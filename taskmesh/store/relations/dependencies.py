@@ -235,18 +235,13 @@ class Links:
 
 
 class _There(Grouped[bool]):
-    def __init__(self, store: Store) -> None:
-        super().__init__()
-        self._store = store
-
     async def call(self, ids: Sequence[str]) -> Mapping[str, bool]:
         return dict.fromkeys(await there(self._store, ids), True)
 
 
 class _Tell(Grouped[None]):
     def __init__(self, store: Store, leftovers: Leftovers) -> None:
-        super().__init__()
-        self._store = store
+        super().__init__(store)
         self._leftovers = leftovers
 
     async def call(self, ids: Sequence[str]) -> Mapping[str, None]:
@@ -292,15 +287,35 @@ async def open_edges(store: Store, id_: str) -> tuple[int, list[Document]]:
     return await tasks.count_documents(which, hint="taskmesh_pending"), first
 
 
-async def waited_for(store: Store, id_: str) -> list[Document]:
-    """Return the tasks that this one waits for or has waited for, in that order. Of those that are gone: the `_id` alone."""
-    found = await store.find({"_id": id_}, {"ids": "$task_state.after.ids"})
-    ids: list[str] = (found[0].get("ids") or []) if found else []
-    tasks: dict[str, Document] = {}
-    for part in in_parts(ids):
-        read = find.get(store, part, params=False, majority=True, forgotten=True)
-        tasks |= {task["_id"]: task for task in await read if task["status"] != "DELETED"}
-    return [tasks.get(each, {"_id": each}) for each in ids]
+class WaitedFor:
+    """Reads what tasks wait for, or have waited for; what is asked at one moment together."""
+
+    def __init__(self, store: Store) -> None:
+        self._named = _Named(store)
+        self._read = _Read(store)
+
+    async def by(self, id_: str) -> list[Document]:
+        """Return the tasks that this one waits for or has waited for, in that order. Of those that are gone: the `_id` alone."""
+        ids = (await self._named.of([id_])).get(id_, ())
+        tasks = await self._read.of(ids) if ids else {}
+        return [tasks.get(each, {"_id": each}) for each in ids]
+
+
+class _Named(Grouped[Sequence[str]]):
+    async def call(self, ids: Sequence[str]) -> Mapping[str, Sequence[str]]:
+        found = await self._store.find({"_id": {"$in": list(ids)}}, {"ids": "$task_state.after.ids"})
+        return {task["_id"]: task.get("ids") or () for task in found}
+
+
+class _Read(Grouped[Document]):
+    copied = True
+
+    async def call(self, ids: Sequence[str]) -> Mapping[str, Document]:
+        tasks: dict[str, Document] = {}
+        for part in in_parts(ids):
+            read = find.get(self._store, part, params=False, majority=True, forgotten=True)
+            tasks |= {task["_id"]: task for task in await read if task["status"] != "DELETED"}
+        return tasks
 
 
 async def _marked(store: Store, ids: Sequence[str]) -> list[_Marked]:
