@@ -22,9 +22,10 @@ from taskmesh.model.errors import TaskRunning, TaskTooLarge
 from taskmesh.store import rules
 from taskmesh.store.control import NOT_DELETED, values_kept
 from taskmesh.store.mongodb.driver import CODEC, Document
-from taskmesh.store.mongodb.server_errors import DOCUMENT_TOO_LARGE, Code
+from taskmesh.store.mongodb.server_errors import DOCUMENT_TOO_LARGE, Code, is_over_deadline
 from taskmesh.store.numbers import number_at
 from taskmesh.store.pipeline import repeated
+from taskmesh.store.pipeline.by_id import own_value
 from taskmesh.store.pipeline.event_stamp import stamp
 from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.pipeline.restart import (
@@ -46,6 +47,10 @@ _MAX_BATCH_BYTES = 8_000_000
 _MAX_IN_FLIGHT = 2
 _AT_A_STRETCH = 100
 """So many are made before other tasks in the event loop have their turn."""
+_CHANGED_AT_ONCE = 50
+_FEWEST_TOGETHER = 2
+_TOGETHER_DEADLINE_MS = 500
+"""Short, since a locked key holds up all that go with it; then they are changed one by one. Plus some for each."""
 _SIZE_OF_THE_REST = 1_000
 """How many bytes a new document has beside its params; rather too many than too few."""
 
@@ -191,8 +196,10 @@ async def _treat_existing(
     }
     results = await _replace_forgotten(store, untouched, now)
     changed = [i for i in existing if i not in untouched]
-    for start in range(0, len(changed), 50):
-        chunk = changed[start : start + 50]
+    for start in range(0, len(changed), _CHANGED_AT_ONCE):
+        chunk = changed[start : start + _CHANGED_AT_ONCE]
+        results |= await _change_together(store, {i: existing[i] for i in chunk}, now)
+        chunk = [i for i in chunk if i not in results]
         outcomes = await asyncio.gather(
             *(_change_existing(store, existing[i], now) for i in chunk), return_exceptions=True
         )
@@ -275,6 +282,68 @@ def _afresh(publication: Publication, now: datetime, at: rules.Expression) -> li
         # The derived fields of a new document are right as they are, unless a place is still occupied, or it has dependents.
         *rules.derivation(at, where=derived),
     ]
+
+
+async def _change_together(
+    store: Store, publications: Mapping[int, Publication], now: datetime
+) -> dict[int, Published]:
+    """Change existing tasks in the same way, in one command. Return those of which it is known what came of them.
+
+    Most of what a change costs the server is reading the pipeline. What is left goes one by one (`_change_existing`).
+    """
+    places = {publication.id: i for i, publication in publications.items()}
+    if len(places) < len(publications) or not _are_alike(list(publications.values())):
+        return {}
+    found = {
+        task["_id"]: task
+        for task in await _existing(store, list(places))
+        if not task["forgotten"] and _already(publications[places[task["_id"]]], task) is None
+    }
+    if len(found) < _FEWEST_TOGETHER:
+        return {}
+    changing = [publications[places[id_]] for id_ in found]
+    for publication in changing:
+        publication.sent_to = repeated.same(found[publication.id])
+    known = own_value(list(found), [task.get("publish_id") for task in found.values()])
+    query: Document = {
+        "$and": [
+            {"_id": {"$in": list(found)}, "change_ids": {"$ne": changing[0].publish_id}, **NOT_DELETED},
+            {"$expr": {"$eq": [{"$ifNull": ["$publish_id", None]}, known]}},
+            _unless_it_may_not(changing[0], store.now),
+        ]
+    }
+    try:
+        stages = change_pipeline(changing[0], now, store.now, changing)
+        reply = await store.update(query, stages, _TOGETHER_DEADLINE_MS + 10 * len(found), hint="_id_")
+    except OperationFailure as error:
+        if error.code not in DOCUMENT_TOO_LARGE and not is_over_deadline(error):
+            raise
+        return {}  # some may have been changed: they are recognised
+    if reply["nModified"] == len(changing):
+        return {places[publication.id]: Published(created=False, updated=True) for publication in changing}
+    results: dict[int, Published] = {}
+    after = {task["_id"]: task for task in await store.find({"_id": {"$in": list(found)}}, repeated.FIELDS)}
+    for publication in changing:
+        task = after.get(publication.id)
+        if task is not None and repeated.is_changed_by(task, publication.publish_id):
+            results[places[publication.id]] = Published(created=False, updated=True)
+        elif reply["n"] == len(changing):  # it may be changed, and there is nothing to change
+            results[places[publication.id]] = Published(created=False)
+        else:
+            publication.sent_to = None
+    return results
+
+
+def _are_alike(publications: Sequence[Publication]) -> bool:
+    """Whether nothing but params and places in the order of publication differs, and none was sent before."""
+    first = publications[0]
+    return all(
+        each.sent_to is None
+        and each.configuration is first.configuration
+        and each.publish_id == first.publish_id
+        and (each.trace, each.loop, each.sealed) == (first.trace, first.loop, first.sealed)
+        for each in publications
+    )
 
 
 async def _change_existing(store: Store, publication: Publication, now: datetime) -> Published:
@@ -469,23 +538,40 @@ def constants(publication: Publication) -> Document:
     return {"params": publication.params}
 
 
-def change_pipeline(publication: Publication, now: datetime, at: rules.Expression) -> list[Document]:
-    """Apply a publication to an existing task. If nothing changes, the document stays as it was, including its event."""
+def change_pipeline(
+    publication: Publication, now: datetime, at: rules.Expression, together: Sequence[Publication] = ()
+) -> list[Document]:
+    """Apply a publication to an existing task. If nothing changes, the document stays as it was, including its event.
+
+    `together`: instead of to one, apply each of these, which are alike (see `_are_alike`), to its own task.
+    """
     configuration = publication.configuration
+    number: rules.Expression = publication.number or number_at(now)
+    params: rules.Expression = "$$params"
+    stages: list[Document] = []
+    if together:
+        ids = [each.id for each in together]
+        given = {
+            "params": own_value(ids, [each.params for each in together]),
+            "number": own_value(ids, [each.number or number_at(now) for each in together]),
+        }
+        # What each brings of its own.
+        stages.append({"$set": {"_given": given}})
+        number, params = "$_given.number", "$_given.params"
     # What there was before, to tell in the end whether anything has changed.
     before: Document = {field: f"${field}" for field in ("task_option", "task_state")}
     sets_params = configuration.update_existing_params or configuration.runs_again
     marked = publication.marks if sets_params else {}
     if marked:
         before["marks"] = {name: f"${name}" for name in marked}
-    before |= _of_params(configuration) if sets_params else {"params_stay": True}
+    before |= _of_params(configuration, params) if sets_params else {"params_stay": True}
     if configuration.begins_anew:
         before["waits"] = {"$eq": [rules.with_facts(at, rules.status(at)), "INIT"]}
     # Remember it inside the document while the stages below change it.
-    stages: list[Document] = [{"$set": {"_before": before}}]
+    stages.append({"$set": {"_before": before}})
     if sets_params:
         # The new params, and the times and options that the publisher set.
-        stages.append({"$set": _new_wish(publication, now, at)})
+        stages.append({"$set": _new_wish(publication, params, now, at)})
     if sets_params and configuration.placed:
         # Where it has to go. It moves with the first write that finds no execution of the old place at work.
         stages.append({"$set": {"task_state.moves_to": rules.with_facts(at, _moves(configuration))}})
@@ -523,13 +609,13 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
         # A finished task goes behind what waits; a waiting task keeps its place.
         keeps = {"$or": [unchanged, "$_before.waits"]}
         own_number = {"$ifNull": ["$publish_number", "$$REMOVE"]}
-        marks["publish_number"] = {"$cond": [keeps, own_number, publication.number or number_at(now)]}
+        marks["publish_number"] = {"$cond": [keeps, own_number, number]}
     return [
         *stages,
         # Only if something has changed: the stamp that wakes workers, and the publication's mark on the task.
         {"$set": marks},
-        # What there was before is not stored.
-        {"$unset": "_before"},
+        # What there was before is not stored, nor what was given beside it.
+        {"$unset": ["_before", "_given"]},
         # Status and times follow.
         *prepared(rules.derivation, at),
     ]
@@ -562,7 +648,7 @@ def _cleaned(configuration: Configuration, running: rules.Expression, at: rules.
     return stages
 
 
-def _of_params(configuration: Configuration) -> Document:
+def _of_params(configuration: Configuration, params: rules.Expression) -> Document:
     """Return whether the task gets the params of this publication (`params_follow`), and whether none changes (`params_stay`).
 
     The params are those with which the task starts. A task that has moved on by `Next` keeps the params that its handler gave
@@ -571,20 +657,20 @@ def _of_params(configuration: Configuration) -> Document:
     follow: rules.Expression = {"$not": [STAGED]}
     if not configuration.runs_again:
         follow = True if "queue" in configuration.placed else {"$not": [{"$gt": ["$task_state.own_params", None]}]}
-    same = {"$eq": ["$params", "$$params"]}
-    begins_the_same = {"$cond": [STAGED, {"$eq": [of_first_stage("params"), "$$params"]}, True]}
+    same = {"$eq": ["$params", params]}
+    begins_the_same = {"$cond": [STAGED, {"$eq": [of_first_stage("params"), params]}, True]}
     return {"params_follow": follow, "params_stay": {"$and": [begins_the_same, {"$cond": [follow, same, True]}]}}
 
 
-def _first_stage(configuration: Configuration) -> rules.Expression:
+def _first_stage(configuration: Configuration, params: rules.Expression) -> rules.Expression:
     """Return the stages of a task. The first says where and with which params it starts: as this publication wants it."""
     placed = {name: {"$literal": place} for name, place in configuration.placed.items() if name == "queue"}
-    first = {"$mergeObjects": [{"$arrayElemAt": ["$task_state.stages", 0]}, {"params": "$$params", **placed}]}
+    first = {"$mergeObjects": [{"$arrayElemAt": ["$task_state.stages", 0]}, {"params": params, **placed}]}
     others = {"$slice": ["$task_state.stages", 1, {"$size": "$task_state.stages"}]}
     return {"$cond": [STAGED, {"$concatArrays": [[first], others]}, {"$ifNull": ["$task_state.stages", "$$REMOVE"]}]}
 
 
-def _new_wish(publication: Publication, now: datetime, at: rules.Expression) -> Document:
+def _new_wish(publication: Publication, params: rules.Expression, now: datetime, at: rules.Expression) -> Document:
     """Return the params, and the times and options that the publisher set."""
     configuration = publication.configuration
     start_time = configuration.starts(now)
@@ -598,7 +684,7 @@ def _new_wish(publication: Publication, now: datetime, at: rules.Expression) -> 
                 {"$add": [version, 1]},
             ]
         },
-        "stages": _first_stage(configuration),
+        "stages": _first_stage(configuration, params),
         "own_params": {"$cond": ["$_before.params_follow", "$$REMOVE", OWN_PARAMS]},
     }
     if start_time is not None or configuration.runs_again:
@@ -611,7 +697,7 @@ def _new_wish(publication: Publication, now: datetime, at: rules.Expression) -> 
         state["expire_time"] = configuration.expire_time
     if publication.loop is not None and (interval_ms := publication.loop.get("interval_ms")) is not None:
         state["resume_time"] = _runs_again(interval_ms, at)
-    changes: Document = {"params": {"$cond": ["$_before.params_follow", "$$params", "$params"]}, "task_state": state}
+    changes: Document = {"params": {"$cond": ["$_before.params_follow", params, "$params"]}, "task_state": state}
     changes |= {name: {"$literal": value} for name, value in publication.marks.items()}
     if configuration.tags == ():
         changes["tags"] = "$$REMOVE"
