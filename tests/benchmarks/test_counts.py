@@ -247,6 +247,17 @@ async def test_parents_that_start_children_at_one_moment_cost_a_few_commands(
     assert commands.total < 3 * parents, commands.by_name  # 1; it was 11, with a transaction and three reads for each
 
 
+async def test_many_that_exist_are_changed_by_a_few_commands(counted: TaskMesh, commands: Commands) -> None:
+    @counted.task
+    async def job(n: int) -> None: ...
+
+    await job.publish_many({str(n): {"n": n} for n in range(500)})
+    commands.by_name.clear()
+    handles = await job.configure(run_again=True).publish_many({str(n): {"n": -n} for n in range(500)})
+    assert all(handle.updated for handle in handles)
+    assert commands.total <= 30, commands.by_name  # 22: two for each fifty; it was 1,004
+
+
 async def test_tasks_that_wait_for_others_cost_a_few_commands_if_they_come_at_one_moment(
     counted: TaskMesh, commands: Commands
 ) -> None:
@@ -262,7 +273,7 @@ async def test_tasks_that_wait_for_others_cost_a_few_commands_if_they_come_at_on
 
     parts = await part.publish_many({str(n): {"n": n} for n in range(pairs)})
     commands.by_name.clear()
-    handles = await asyncio.gather(*(whole.configure(after={"n": each}).publish(each.key) for each in parts))
+    handles = await asyncio.gather(*(counted.publish("whole", each.key, after={"n": each}) for each in parts))
     assert commands.total < pairs / 2, commands.by_name  # 9; it was 630
     commands.by_name.clear()
     async with working(counted, "w", concurrency=CONCURRENCY):

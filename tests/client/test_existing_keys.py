@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from taskmesh import InvalidOption, Status, TaskFailed, TaskMesh, TaskOption, TaskRunning, current_task
+from tests.faults import another_mesh, failing_commands
 from tests.waiting import eventually
 from tests.working import finished, status_is, working
 
@@ -287,3 +289,36 @@ async def test_the_ping_interval_follows_from_the_timeout_alone(mesh: TaskMesh) 
     await mesh.publish("job", "k", worker_timeout_ms=5_000, update_existing_params=True)
     option = (await mesh.get("job", "k")).task_option
     assert (option.worker_timeout_ms, option.ping_interval_ms) == (5_000, 2_500)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"writeConcernError": {"code": 64, "errmsg": "waiting for replication timed out"}},
+        {"closeConnection": True},
+        {"errorCode": 50},
+    ],
+    ids=["not confirmed", "cut off", "too late"],
+)
+async def test_many_that_run_again_do_so_once_though_the_server_fails(
+    mesh: TaskMesh, mongo_uri: str, database: str, how: dict[str, Any]
+) -> None:
+    runs: Counter[tuple[str, int]] = Counter()
+
+    @mesh.task
+    async def job(n: int) -> None:
+        runs[current_task().key, n] += 1
+
+    keys = [str(n) for n in range(120)]
+    await job.publish_many({key: {"n": 1} for key in keys})
+    async with working(mesh, concurrency=50), another_mesh(mongo_uri, database, "the publisher") as publisher:
+        for key in keys:
+            await finished(mesh, "job", key)
+        async with failing_commands(mongo_uri, ["update"], times=2, appname="the publisher", **how) as have_failed:
+            again = {key: {"n": 2} for key in keys}
+            handles = await publisher.publisher.publish_many("job", again, run_again=True)
+            await have_failed(2)
+        assert all(handle.updated for handle in handles)
+        for handle in handles:
+            await handle.result(60)
+    assert runs == {(key, n): 1 for key in keys for n in (1, 2)}

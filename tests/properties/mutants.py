@@ -363,8 +363,8 @@ def _signals_lost(outcomes: Any, now: Any) -> Any:
 def _params_follow(*, follow: bool) -> Mutant:
     original = publish._of_params
 
-    def mutated(configuration: Any) -> Any:
-        return original(configuration) | {"params_follow": follow or {"$not": [restart.STAGED]}}
+    def mutated(configuration: Any, params: Any) -> Any:
+        return original(configuration, params) | {"params_follow": follow or {"$not": [restart.STAGED]}}
 
     return replaced(publish, "_of_params", mutated)
 

@@ -1,0 +1,88 @@
+"""Tasks that one call changes together come out as if each had been changed alone."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from bson import ObjectId
+
+from taskmesh.model.configuration import Configuration
+from taskmesh.model.errors import TaskRunning
+from taskmesh.model.option import TaskOption
+from taskmesh.store import Store, publish
+from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.publication import Publication
+from taskmesh.store.publish import Published
+from tests.chaos.reading import ms
+from tests.properties.documents import Documents
+from tests.properties.patience import PatientStore
+
+SEED = os.environ.get("SEED", "taskmesh")
+BEGIN = datetime(2030, 1, 1, tzinfo=UTC)
+_COUNT = 300
+_CHANGES: dict[str, dict[str, Any]] = {
+    "params": {"update_existing_params": True},
+    "params, unless it runs": {"update_existing_params": True, "not_update_running": True},
+    "params, elsewhere": {"update_existing_params": True, "queue": "odd", "group": "g"},
+    "again": {"run_again": True},
+    "again, at another time, with tags": {"run_again": True, "start_time": BEGIN + ms(900), "tags": ("a", "b")},
+    "again, what runs is stopped": {"replace_running": True},
+    "again after a failure": {"clean_failed": True},
+    "again after both": {"clean_failed": True, "clean_success": True, "update_existing_params": True},
+    "put off": {"update_existing_params": True, "debounce_ms": 1_000},
+    "not too often": {"update_existing_params": True, "throttle_ms": 6_999},
+    "not yet again": {"update_existing_params": True, "throttle_ms": 7_001},
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES.values(), ids=_CHANGES)
+async def test_what_is_changed_together_is_changed_as_each_alone(
+    mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    alone, together = (PatientStore(mongo_uri, database, name, now=BEGIN) for name in ("alone", "together"))
+    one_by_one: dict[str, int] = {}
+    change_together, change_existing = publish._change_together, publish._change_existing
+
+    async def unless_alone(store: Store, *arguments: Any) -> dict[int, Published]:
+        return {} if store is alone else await change_together(store, *arguments)
+
+    async def counted(store: Store, *arguments: Any) -> Published:
+        one_by_one[store.tasks] = one_by_one.get(store.tasks, 0) + 1
+        return await change_existing(store, *arguments)
+
+    monkeypatch.setattr(publish, "_change_together", unless_alone)
+    monkeypatch.setattr(publish, "_change_existing", counted)
+    documents = [_stored(document) for document in Documents(f"{SEED} {change}", BEGIN).draw(_COUNT)]
+    # Some are new, and nothing changes in others.
+    there = [{**document, "publish_id": ObjectId()} for n, document in enumerate(documents) if n % 10]
+    configuration = Configuration(option=TaskOption()).changed(**change)
+    publish_id = ObjectId()
+    outcomes, after = [], []
+    try:
+        for store in (alone, together):
+            await store.driver.collection(store.tasks).insert_many(there)
+            publications = [
+                Publication("job", document["key"], params, configuration, publish_id=publish_id, number=n + 1)
+                for n, document in enumerate(documents)
+                for params in [{"n": n % 3, "list": [n]} if n % 4 else {"n": 1}]
+            ]
+            try:
+                outcomes.append(await publish.publish(store, publications, BEGIN))
+            except TaskRunning:
+                outcomes.append([])
+            after.append({document["_id"]: document for document in await store.find({}, {})})
+    finally:
+        for store in (alone, together):
+            await store.close()
+    assert outcomes[0] == outcomes[1]
+    assert after[0] == after[1]
+    changed = any(published.updated for published in outcomes[0])
+    assert not changed or one_by_one.get("together", 0) < one_by_one["alone"]
+
+
+def _stored(document: Document) -> Document:
+    """As the engine stores it, by which a field is there or not."""
+    return {name: value for name, value in document.items() if value is not None}
