@@ -13,7 +13,20 @@ import sys
 import time
 from collections.abc import Callable
 
-from benchmarks import capacity, costs, durable, fairness, fleet, latency, limit, plots, publish, results, scale
+from benchmarks import (
+    capacity,
+    costs,
+    durable,
+    fairness,
+    features,
+    fleet,
+    latency,
+    limit,
+    plots,
+    publish,
+    results,
+    scale,
+)
 from benchmarks.backlog import Backlogs
 from benchmarks.machine import conditions, server
 from benchmarks.tables import Answer
@@ -28,6 +41,7 @@ QUESTIONS: dict[str, Callable[..., Answer]] = {
     "fairness": fairness.measure,
     "scale": scale.measure,
     "durable": durable.measure,
+    "features": features.measure,
 }
 
 

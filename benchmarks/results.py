@@ -8,7 +8,19 @@ from typing import Any
 
 from benchmarks.tables import GOAL_HEADER, RESULTS, Goal, markdown
 
-ORDER = ("limit", "costs", "capacity", "latency", "publish", "fleet", "fairness", "scale", "durable", "peers")
+ORDER = (
+    "limit",
+    "costs",
+    "capacity",
+    "latency",
+    "publish",
+    "fleet",
+    "fairness",
+    "scale",
+    "durable",
+    "features",
+    "peers",
+)
 TARGET = Path(__file__).parent / "RESULTS.md"
 _HEAD = """# Results
 
