@@ -19,10 +19,10 @@ from taskmesh.admin.words import tasks, tasks_wait
 from taskmesh.client.data_changes import reader_name
 from taskmesh.client.registry import Registry
 from taskmesh.model.dependency import label
-from taskmesh.model.durations import duration
 from taskmesh.model.ids import shown
 from taskmesh.model.queue import QueueInfo
 from taskmesh.model.read_only import ReadOnly
+from taskmesh.model.times import duration
 from taskmesh.model.worker import WorkerInfo, able_workers, known_names
 from taskmesh.store import Store, reach, schema
 from taskmesh.store.find import UNFINISHED

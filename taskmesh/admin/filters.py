@@ -11,10 +11,10 @@ from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from taskmesh.model.durations import milliseconds, written
 from taskmesh.model.errors import MAX_DURATION_MS, InvalidOption
 from taskmesh.model.ids import shown
 from taskmesh.model.task import Standing, Status
+from taskmesh.model.times import milliseconds, written
 
 _TOKEN = re.compile(r"(?P<field>[a-z_]+)(?P<sign>[:<>])(?P<value>.*)\Z", re.DOTALL)
 

@@ -10,7 +10,6 @@ from typing import Any, TypedDict, Unpack
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.store import limit_usage, listing, newest_ended, task_counts
 from taskmesh.client.connection import Connection
-from taskmesh.model.durations import duration
 from taskmesh.model.errors import InvalidOption, QueueNotEmpty, TaskMeshError, TaskNotFound
 from taskmesh.model.ids import checked_group, checked_remark
 from taskmesh.model.queue import (
@@ -24,7 +23,7 @@ from taskmesh.model.queue import (
     checked_queue,
 )
 from taskmesh.model.task import Status
-from taskmesh.model.times import checked_time
+from taskmesh.model.times import checked_time, duration
 from taskmesh.store import Store, audit, registry
 from taskmesh.store.find import queues_in_use
 from taskmesh.store.mongodb.driver import Document

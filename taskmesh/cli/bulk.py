@@ -20,8 +20,8 @@ from taskmesh.cli.connected import App, Collection, Database, Uri, mesh_of, run_
 from taskmesh.cli.output import Json, show_found
 from taskmesh.cli.tasks import task_json
 from taskmesh.mesh import TaskMesh
-from taskmesh.model.durations import duration
 from taskmesh.model.task import Status, Task
+from taskmesh.model.times import duration
 
 Name = Annotated[str | None, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)]
 Key = Annotated[str | None, typer.Argument(metavar="KEY", help="Its key.", autocompletion=completion.key)]

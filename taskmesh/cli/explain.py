@@ -20,8 +20,8 @@ from taskmesh.cli import completion, output
 from taskmesh.cli.output import Json, Listing, Watch, nothing_found, show
 from taskmesh.cli.tasks import OnlyName
 from taskmesh.mesh import TaskMesh
-from taskmesh.model.durations import age
 from taskmesh.model.task import Status, Task
+from taskmesh.model.times import age
 
 _LOOKED_AT = 200
 

@@ -23,9 +23,9 @@ from taskmesh.cli.connected import App, Collection, Database, Uri, mesh_of
 from taskmesh.cli.output import Json, Listing, Watch, nothing_found, show, show_found
 from taskmesh.cli.queues import queue_table
 from taskmesh.mesh import TaskMesh
-from taskmesh.model.durations import duration
 from taskmesh.model.errors import TaskMeshError
 from taskmesh.model.task import Standing, Status
+from taskmesh.model.times import duration
 from taskmesh.model.worker import MOST_AT_ONCE, WorkerInfo
 
 _NO_WORKERS = "no workers: start one with `taskmesh worker MODULE:MESH`"

@@ -23,8 +23,8 @@ from rich.text import Text
 
 from taskmesh.cli.live import live
 from taskmesh.mesh import TaskMesh
-from taskmesh.model.durations import age
 from taskmesh.model.jsonable import jsonable
+from taskmesh.model.times import age
 
 _PIPE_WIDTH = 100_000
 _NEVER_CUT = frozenset({"STATUS", "STATE", "RUNNING"})

@@ -19,10 +19,10 @@ from taskmesh.cli.output import Json, Watch, show_found
 from taskmesh.cli.publishing import params_of
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.configuration import checked_settings
-from taskmesh.model.durations import duration
 from taskmesh.model.errors import MAX_DURATION_MS
 from taskmesh.model.queue import Percentiles, QueueInfo, QueueLatency, QueueLimits, checked_queue
 from taskmesh.model.schedule import ScheduleInfo
+from taskmesh.model.times import duration
 
 _OF_ENDED = f"of the newest {NEWEST_ENDED:,} tasks that ended".replace(",", " ")
 _NO_SCHEDULES = "no schedules: declare one in code (@mesh.task(cron=…), mesh.every), or by `taskmesh schedule`"

@@ -19,13 +19,13 @@ from taskmesh.client.handle import TaskHandle
 from taskmesh.client.tasks import UNSAID
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.codec import ENCRYPTED
-from taskmesh.model.durations import age
 from taskmesh.model.errors import CannotDecrypt, TaskMeshError
 from taskmesh.model.event import TaskEvent
 from taskmesh.model.jsonable import jsonable
 from taskmesh.model.labels import words
 from taskmesh.model.option import checked_changes
 from taskmesh.model.task import Standing, Status, Task, WorkerState
+from taskmesh.model.times import age
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)]
 OnlyName = Annotated[

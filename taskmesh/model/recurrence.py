@@ -15,8 +15,8 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 from taskmesh.model import distribution
-from taskmesh.model.durations import duration
 from taskmesh.model.errors import MAX_DURATION_MS, InvalidOption
+from taskmesh.model.times import duration
 
 MIN_INTERVAL_MS = 10
 _FIELDS_WITH_SECONDS = 6

@@ -13,12 +13,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
-from taskmesh.model.durations import duration
 from taskmesh.model.errors import IncompatibleCollection, InvalidKey, InvalidName, InvalidOption
 from taskmesh.model.ids import shown
 from taskmesh.model.labels import from_words
 from taskmesh.model.option import TaskOption
 from taskmesh.model.read_only import ReadOnly
+from taskmesh.model.times import duration
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,100}\Z")
 _MAX_KEY_BYTES = 512

@@ -8,9 +8,9 @@ from datetime import datetime
 from typing import Literal
 
 from taskmesh.admin.stats import Stats
-from taskmesh.model.durations import duration
 from taskmesh.model.queue import QueueInfo
 from taskmesh.model.schedule import ScheduleInfo
+from taskmesh.model.times import duration
 from taskmesh.model.worker import WorkerInfo, known_names
 from taskmesh.web.templating import number, query
 

@@ -18,12 +18,12 @@ from taskmesh.admin.listing import TaskPage
 from taskmesh.admin.queues import NEWEST_ENDED
 from taskmesh.admin.stats import Stats
 from taskmesh.mesh import TaskMesh
-from taskmesh.model.durations import milliseconds
 from taskmesh.model.errors import InvalidOption, TaskNotFound
 from taskmesh.model.jsonable import to_json
 from taskmesh.model.option import TaskOption
 from taskmesh.model.queue import QueueLimits
 from taskmesh.model.task import Standing, Status
+from taskmesh.model.times import milliseconds
 from taskmesh.model.worker import known_names
 from taskmesh.operations.table import OPERATIONS, BadRequest
 from taskmesh.web.alerts import remarks

@@ -17,10 +17,10 @@ from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from taskmesh.admin.explain import Explanation, Gate
-from taskmesh.model.durations import duration
 from taskmesh.model.jsonable import to_json
 from taskmesh.model.option import TaskOption
 from taskmesh.model.task import Task
+from taskmesh.model.times import duration
 
 _MOST_JSON_CHARS = 20_000
 _MOMENT = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d{1,6})?(?:Z|[+-]\d\d:\d\d)")

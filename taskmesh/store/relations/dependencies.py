@@ -425,7 +425,7 @@ async def _link_at_once(store: Store, waiting: Sequence[_Marked]) -> bool:
 
 
 async def _are_linked(store: Store, dependents: Sequence[str]) -> bool:
-    """Note that from now on a check finds all that these wait for."""
+    # From now on a check finds all that these wait for.
     return await _update(store, dependents, {}, [{"$unset": "task_state.unlinked"}])
 
 
