@@ -12,16 +12,20 @@ from typing import Generic, TypeVar
 from taskmesh.store.mongodb.server_errors import own_copy
 from taskmesh.store.store import Store
 
-V = TypeVar("V")
 _MANY = 100
 """A call for so many tasks goes by itself: little is saved by others in it, which would wait for it."""
 _MOST = 1_000
+_HOLDS_UP_S = 0.1
+"""If a call takes longer, perhaps since somebody's transaction holds a task, the next goes beside it."""
+
+V = TypeVar("V")
 
 
 class Grouped(ABC, Generic[V]):
     """Calls of one kind. Create it in the event loop in which it is used.
 
-    While a call is under way the next collect, so an answer is never older than its question.
+    While a call is under way the next collect, so an answer is never older than its question. A call that takes long holds up
+    no others.
     """
 
     copied = False
@@ -31,6 +35,7 @@ class Grouped(ABC, Generic[V]):
         self._store = store
         self._waiting: deque[tuple[Collection[str], asyncio.Future[Mapping[str, V]]]] = deque()
         self._calling: asyncio.Task[None] | None = None
+        self._under_way: set[asyncio.Task[None]] = set()
 
     @abstractmethod
     async def call(self, ids: Sequence[str]) -> Mapping[str, V]:
@@ -47,27 +52,33 @@ class Grouped(ABC, Generic[V]):
         answer: asyncio.Future[Mapping[str, V]] = loop.create_future()
         self._waiting.append((ids, answer))
         if self._calling is None:
-            self._calling = loop.create_task(self._call_all(), name=f"taskmesh {type(self).__name__}")
+            self._calling = loop.create_task(self._call_all(), name=f"taskmesh {type(self).__name__} in turn")
         return await answer
 
     async def _call_all(self) -> None:
         try:
             while self._waiting:
-                together: list[tuple[Collection[str], asyncio.Future[Mapping[str, V]]]] = []
-                ids: set[str] = set()
-                while self._waiting and len(ids) < _MOST:
-                    ids.update(self._waiting[0][0])
-                    together.append(self._waiting.popleft())
-                try:
-                    found = await self.call(sorted(ids))
-                except Exception as error:  # noqa: BLE001 — whatever it is, those who asked hear of it
-                    for _, answer in together:
-                        if not answer.done():  # (whoever waited for it was cancelled)
-                            answer.set_exception(own_copy(error))
-                else:
-                    self._answer(together, found)
+                call = asyncio.get_running_loop().create_task(self._call_next(), name=f"taskmesh {type(self).__name__}")
+                self._under_way.add(call)
+                call.add_done_callback(self._under_way.discard)
+                await asyncio.wait([call], timeout=_HOLDS_UP_S)
         finally:
             self._calling = None
+
+    async def _call_next(self) -> None:
+        together: list[tuple[Collection[str], asyncio.Future[Mapping[str, V]]]] = []
+        ids: set[str] = set()
+        while self._waiting and len(ids) < _MOST:
+            ids.update(self._waiting[0][0])
+            together.append(self._waiting.popleft())
+        try:
+            found = await self.call(sorted(ids))
+        except Exception as error:  # noqa: BLE001 — whatever it is, those who asked hear of it
+            for _, answer in together:
+                if not answer.done():  # (whoever waited for it was cancelled)
+                    answer.set_exception(own_copy(error))
+        else:
+            self._answer(together, found)
 
     def _answer(
         self, together: Sequence[tuple[Collection[str], asyncio.Future[Mapping[str, V]]]], found: Mapping[str, V]

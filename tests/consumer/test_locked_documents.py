@@ -73,6 +73,30 @@ async def test_t9_tasks_that_wait_for_others_do_not_wait_for_a_dependency_in_an_
         assert (await finished(mesh, "whole", "7")).status is Status.SUCCESS
 
 
+async def test_t9_a_publication_that_meets_a_dependency_in_an_open_transaction_holds_up_no_later_one(
+    mesh: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    @mesh.task
+    async def part() -> None: ...
+
+    @mesh.task
+    async def whole() -> None: ...
+
+    done: list[str] = []
+
+    async def publish(key: str) -> None:
+        await whole.configure(after=[("part", key)]).publish(key)
+        done.append(key)
+
+    await part.publish_many({"locked": {}, "free": {}})
+    async with locked(mongo_uri, database, "part:locked"):
+        first = asyncio.create_task(publish("locked"))
+        await eventually(lambda: mesh.listing.count("name:whole"))  # from now on it is linked, which takes long
+        await publish("free")
+        await first
+    assert done == ["free", "locked"]
+
+
 async def test_t9_outcomes_do_not_wait_for_a_document_in_an_open_transaction(
     mesh: TaskMesh, mongo_uri: str, database: str
 ) -> None:
