@@ -48,6 +48,8 @@ _MAX_IN_FLIGHT = 2
 _AT_A_STRETCH = 100
 """So many are made before other tasks in the event loop have their turn."""
 _CHANGED_AT_ONCE = 50
+_CHANGED_AT_ONCE_BYTES = 2_000_000
+"""More params than these go one by one: a pipeline has to fit in 16 MB, and reading it is the least of the work by then."""
 _FEWEST_TOGETHER = 2
 _TOGETHER_DEADLINE_MS = 500
 """Short, since a locked key holds up all that go with it; then they are changed one by one. Plus some for each."""
@@ -292,7 +294,9 @@ async def _change_together(
     Most of what a change costs the server is reading the pipeline. What is left goes one by one (`_change_existing`).
     """
     places = {publication.id: i for i, publication in publications.items()}
-    if len(places) < len(publications) or not _are_alike(list(publications.values())):
+    size = sum(publication.size for publication in publications.values())
+    alike = len(places) == len(publications) and _are_alike(list(publications.values()))
+    if not alike or size > _CHANGED_AT_ONCE_BYTES:
         return {}
     found = {
         task["_id"]: task

@@ -18,6 +18,7 @@ from taskmesh.store.publication import Publication
 from taskmesh.store.publish import Published
 from tests.chaos.reading import ms
 from tests.properties.documents import Documents
+from tests.properties.life import Life
 from tests.properties.patience import PatientStore
 
 SEED = os.environ.get("SEED", "taskmesh")
@@ -86,3 +87,24 @@ async def test_what_is_changed_together_is_changed_as_each_alone(
 def _stored(document: Document) -> Document:
     """As the engine stores it, by which a field is there or not."""
     return {name: value for name, value in document.items() if value is not None}
+
+
+async def test_params_that_are_large_together_go_one_by_one(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server cuts the connection on which a command of 48 MB comes."""
+    alone: list[str] = []
+    change_existing = publish._change_existing
+
+    async def noted(store: Store, publication: Publication, now: datetime) -> Published:
+        alone.append(publication.key)
+        return await change_existing(store, publication, now)
+
+    monkeypatch.setattr(publish, "_change_existing", noted)
+    configuration = Configuration(option=TaskOption()).changed(update_existing_params=True)
+    await publish.publish(life.store, [Publication("job", key, {}, configuration) for key in "abcd"], life.now)
+    for size, expected in ((publish._CHANGED_AT_ONCE_BYTES // 4, 0), (publish._CHANGED_AT_ONCE_BYTES // 4 + 1, 4)):
+        publish_id = ObjectId()
+        publications = [
+            Publication("job", key, {"n": size}, configuration, size=size, publish_id=publish_id) for key in "abcd"
+        ]
+        await publish.publish(life.store, publications, life.now)
+        assert len(alone) == expected

@@ -46,6 +46,8 @@ _ASKED_BY_ANOTHER_MS = 2_000
 _ASKED_AT_ONCE = 3
 """So many sets at once: while the server works on one, others wait for their majority."""
 _MOST_NAMED = 10_000
+_LINKED_AT_ONCE_BYTES = 2_000_000
+"""More than these are linked in several updates: a pipeline has to fit in 16 MB."""
 _LEFT_FOR_S = 0.3
 """How long marks that were acted on are left: others find them much later."""
 _CLOSES_WITHIN_S = 2.0
@@ -412,7 +414,12 @@ async def _link(store: Store, waiting: Sequence[_Marked]) -> bool:
 
 
 async def _link_at_once(store: Store, waiting: Sequence[_Marked]) -> bool:
-    """Link all in one update. False: somebody's open transaction holds a dependency, which should stop its dependents alone."""
+    """Link all in one update. False: that is too large, or somebody's open transaction holds a dependency.
+
+    (Which is to stop only its own dependents.)
+    """
+    if sum(len(task.id.encode()) * len(task.after) for task in waiting) > _LINKED_AT_ONCE_BYTES:
+        return False
     dependents_of: dict[str, list[str]] = {}
     for task in waiting:
         for dependency in task.after:
