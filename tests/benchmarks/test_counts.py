@@ -244,7 +244,7 @@ async def test_parents_that_start_children_at_one_moment_cost_a_few_commands(
     assert found == [[handle.key] for handle in handles]
     # 4: all start in one turn of the loop, so each set is full
     assert parents / most < commands.by_name["commitTransaction"] <= parents // 10, commands.by_name
-    assert commands.total < 3 * parents, commands.by_name  # 1; it was 11, with a transaction and three reads for each
+    assert commands.total < 5 * parents, commands.by_name  # 1; it was 11, with a transaction and three reads for each
 
 
 async def test_many_that_exist_are_changed_by_a_few_commands(counted: TaskMesh, commands: Commands) -> None:
@@ -261,7 +261,7 @@ async def test_many_that_exist_are_changed_by_a_few_commands(counted: TaskMesh, 
 async def test_tasks_that_wait_for_others_cost_a_few_commands_if_they_come_at_one_moment(
     counted: TaskMesh, commands: Commands
 ) -> None:
-    pairs = 100
+    pairs = 200
 
     @counted.task
     async def part(n: int) -> int:
@@ -274,11 +274,11 @@ async def test_tasks_that_wait_for_others_cost_a_few_commands_if_they_come_at_on
     parts = await part.publish_many({str(n): {"n": n} for n in range(pairs)})
     commands.by_name.clear()
     handles = await asyncio.gather(*(counted.publish("whole", each.key, after={"n": each}) for each in parts))
-    assert commands.total < pairs / 2, commands.by_name  # 9; it was 630
+    assert commands.total < pairs / 2, commands.by_name  # 9; it was 1,260
     commands.by_name.clear()
     async with working(counted, "w", concurrency=CONCURRENCY):
         assert await asyncio.gather(*(handle.result(120) for handle in handles)) == list(range(pairs))
-    assert commands.total < 2 * pairs, commands.by_name  # 66; it was 313
+    assert commands.total < 2 * pairs, commands.by_name  # 103; it was 600
 
 
 async def test_who_claims_one_task_writes_it_once(mongo_uri: str, database: str, mesh: TaskMesh) -> None:
