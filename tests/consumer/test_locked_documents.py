@@ -12,7 +12,7 @@ import pytest
 from pymongo import AsyncMongoClient
 from pymongo.asynchronous.client_session import AsyncClientSession
 
-from taskmesh import Status, TaskMesh, TaskOption, current_task
+from taskmesh import Status, TaskDefinition, TaskMesh, TaskOption, current_task
 from tests.waiting import eventually, slowness_of_the_machine
 from tests.working import finished, working
 
@@ -50,15 +50,22 @@ async def test_t9_a_claim_does_not_wait_for_a_document_in_an_open_transaction(
     assert sorted(started, key=int) == [str(n) for n in range(TASKS)], "each was started once"
 
 
-async def test_t9_tasks_that_wait_for_others_do_not_wait_for_a_dependency_in_an_open_transaction(
-    mesh: TaskMesh, mongo_uri: str, database: str
-) -> None:
+def part_and_whole(mesh: TaskMesh) -> tuple[TaskDefinition[[], None], TaskDefinition[[], None]]:
+    """Something to wait for, and something that waits."""
+
     @mesh.task
     async def part() -> None: ...
 
     @mesh.task
     async def whole() -> None: ...
 
+    return part, whole
+
+
+async def test_t9_tasks_that_wait_for_others_do_not_wait_for_a_dependency_in_an_open_transaction(
+    mesh: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    part, whole = part_and_whole(mesh)
     keys = [str(n) for n in range(20)]
     await part.publish_many({key: {} for key in keys})
     async with working(mesh, "w"):
@@ -76,12 +83,7 @@ async def test_t9_tasks_that_wait_for_others_do_not_wait_for_a_dependency_in_an_
 async def test_t9_a_publication_that_meets_a_dependency_in_an_open_transaction_holds_up_no_later_one(
     mesh: TaskMesh, mongo_uri: str, database: str
 ) -> None:
-    @mesh.task
-    async def part() -> None: ...
-
-    @mesh.task
-    async def whole() -> None: ...
-
+    part, whole = part_and_whole(mesh)
     done: list[str] = []
 
     async def publish(key: str) -> None:

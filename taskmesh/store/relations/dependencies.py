@@ -409,7 +409,7 @@ async def _link(store: Store, waiting: Sequence[_Marked]) -> bool:
         named = {"$literal": dependents}
         for part in in_parts(dependencies):
             linked &= await _update(store, part, {}, linking_pipeline(named, store.now))
-        done &= linked and await _are_linked(store, dependents)
+        done &= linked and await _note_linked(store, dependents)
     return done
 
 
@@ -428,10 +428,10 @@ async def _link_at_once(store: Store, waiting: Sequence[_Marked]) -> bool:
         named = own_value(part, [dependents_of[id_] for id_ in part])
         if not await _update(store, part, {}, linking_pipeline(named, store.now)):
             return False
-    return await _are_linked(store, [task.id for task in waiting])
+    return await _note_linked(store, [task.id for task in waiting])
 
 
-async def _are_linked(store: Store, dependents: Sequence[str]) -> bool:
+async def _note_linked(store: Store, dependents: Sequence[str]) -> bool:
     # From now on a check finds all that these wait for.
     return await _update(store, dependents, {}, [{"$unset": "task_state.unlinked"}])
 
