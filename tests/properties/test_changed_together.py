@@ -24,6 +24,7 @@ from tests.properties.patience import PatientStore
 SEED = os.environ.get("SEED", "taskmesh")
 BEGIN = datetime(2030, 1, 1, tzinfo=UTC)
 _COUNT = 300
+_DATA = {"$gt": [], "a.b": ""}
 _CHANGES: dict[str, dict[str, Any]] = {
     "params": {"update_existing_params": True},
     "params, unless it runs": {"update_existing_params": True, "not_update_running": True},
@@ -68,7 +69,7 @@ async def test_what_is_changed_together_is_changed_as_each_alone(
             publications = [
                 Publication("job", document["key"], params, configuration, publish_id=publish_id, number=n + 1)
                 for n, document in enumerate(documents)
-                for params in [{"n": n % 3, "list": [n]} if n % 4 else {"n": 1}]
+                for params in [{"n": n % 3, "data": {"$gt": [n, "$$ROOT"], "a.b": "$_id"}} if n % 4 else {"n": 1}]
             ]
             try:
                 outcomes.append(await publish.publish(store, publications, BEGIN))
@@ -80,6 +81,8 @@ async def test_what_is_changed_together_is_changed_as_each_alone(
             await store.close()
     assert outcomes[0] == outcomes[1]
     assert after[0] == after[1]
+    # What looks like an operator or a field's name is data.
+    assert all(task["params"].get("data", _DATA).keys() == _DATA.keys() for task in after[1].values())
     changed = any(published.updated for published in outcomes[0])
     assert not changed or one_by_one.get("together", 0) < one_by_one["alone"]
 
