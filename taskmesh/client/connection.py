@@ -26,6 +26,7 @@ from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.mongodb.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.numbers import Numbers
 from taskmesh.store.payloads import Payloads
+from taskmesh.store.publish import Changes
 from taskmesh.store.relations.dependencies import Links
 
 logger = logging.getLogger("taskmesh.connection")
@@ -58,6 +59,7 @@ class Connection:
     _registry: Registry
     _acceptance: Acceptance
     _links: Links
+    _changes: Changes
 
     def __init__(self, client: Any, database: str, collection: str, payloads: Payloads | None = None) -> None:
         self.client = client
@@ -132,6 +134,7 @@ class Connection:
         self._registry = Registry(store)
         self._acceptance = Acceptance(store, clock, self._registry)
         self._links = Links(store)
+        self._changes = Changes(store)
 
     async def create_what_is_missing(self) -> None:
         """Do what `open(create=False)` has left out."""
@@ -255,6 +258,12 @@ class Connection:
         """Links publications in lines, and with dependencies, to other tasks. Raises as `store` does."""
         _ = self.store
         return self._links
+
+    @property
+    def changes(self) -> Changes:
+        """Changes existing tasks as publications ask. Raises as `store` does."""
+        _ = self.store
+        return self._changes
 
     def events(
         self, name: str | None, key: str | None, *, after: str | None, buffer: int = DEFAULT_BUFFER

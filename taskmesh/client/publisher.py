@@ -332,7 +332,8 @@ class Publisher:
             try:
                 if self._connection.clock.stale:
                     await sample(self._connection.clock, store)
-                return await publish(store, publications, self._connection.clock.now(), alone=locked)
+                now, changes = self._connection.clock.now(), self._connection.changes
+                return await publish(store, publications, now, changes, alone=locked)
             except PyMongoError as error:
                 locked = is_over_deadline(error)
                 if not failed_before:  # thousands may have taken longer than the deadline before the first error
@@ -463,8 +464,8 @@ class Publisher:
     async def _afters(self, name: str, keys: Sequence[str]) -> dict[str, After]:
         """Return that for each of these tasks for which it is known, by key."""
         key_of = {task_id(name, key): key for key in keys}
-        found = await patiently(lambda: dependencies.afters(self._connection.store, list(key_of)))
-        return {key_of[id_]: after for id_, after in found.items()}
+        found = await self._connection.links.afters(key_of)
+        return {key: found[id_] for id_, key in key_of.items() if id_ in found}
 
     def publication_of(
         self, definition: Publishable, key: str, params: Mapping[str, Any], after: After | None = None

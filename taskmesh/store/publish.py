@@ -15,14 +15,15 @@ from typing import Any
 
 import bson
 from bson.raw_bson import RawBSONDocument
-from pymongo.errors import OperationFailure, WriteConcernError
+from pymongo.errors import OperationFailure, PyMongoError, WriteConcernError
 
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import TaskRunning, TaskTooLarge
 from taskmesh.store import rules
 from taskmesh.store.control import NOT_DELETED, values_kept
+from taskmesh.store.grouped import Grouped
 from taskmesh.store.mongodb.driver import CODEC, Document
-from taskmesh.store.mongodb.server_errors import DOCUMENT_TOO_LARGE, Code, is_over_deadline
+from taskmesh.store.mongodb.server_errors import DOCUMENT_TOO_LARGE, Code, is_over_deadline, is_passing
 from taskmesh.store.numbers import number_at
 from taskmesh.store.pipeline import repeated
 from taskmesh.store.pipeline.by_id import own_value
@@ -48,6 +49,8 @@ _MAX_IN_FLIGHT = 2
 _AT_A_STRETCH = 100
 """So many are made before other tasks in the event loop have their turn."""
 _CHANGED_AT_ONCE = 50
+_KINDS = 20
+"""A change is compared with so many sets, of which each asks for something else."""
 _CHANGED_AT_ONCE_BYTES = 2_000_000
 """More params than these go one by one: a pipeline has to fit in 16 MB, and reading it is the least of the work by then."""
 _FEWEST_TOGETHER = 2
@@ -80,12 +83,17 @@ _CREATED = Published(created=True)
 
 
 async def publish(
-    store: Store, publications: Sequence[Publication], now: datetime, *, alone: bool = False
+    store: Store,
+    publications: Sequence[Publication],
+    now: datetime,
+    changes: Changes | None = None,
+    *,
+    alone: bool = False,
 ) -> list[Published]:
     """Insert new tasks, in the order given, then treat existing ones as each publication asks. Results in the same order.
 
-    Tasks that others in this process publish at the same moment are inserted in the same command. `alone`: without those, since
-    this one has met a locked key, and would hold them up.
+    Tasks that others in this process publish at the same moment are inserted in the same command, and changed in the same, if
+    these share `changes`. `alone`: without those, since this one has met a locked key, and would hold them up.
 
     Safe to repeat: a repeated insert of ours is recognised by its `publish_id`. Raises `TaskRunning` for a publication with
     `not_update_running`; the others are made nevertheless.
@@ -95,13 +103,14 @@ async def publish(
     refused: list[TaskRunning] = []
     batches = _batches(publications)
     turns = _Turns() if len(publications) > _FIRST_BATCH else None
+    changes = Changes(store) if changes is None or alone else changes
 
     async def publish_batches() -> None:
         for batch in batches:
             duplicates = await _insert(store, [publications[i] for i in batch], now, alone=alone, turns=turns)
             existing = [i for place, i in enumerate(batch) if place in duplicates]
             results.update({i: _CREATED for place, i in enumerate(batch) if place not in duplicates})
-            results.update(await _treat_existing(store, {i: publications[i] for i in existing}, now, refused))
+            results.update(await _treat_existing(store, {i: publications[i] for i in existing}, now, changes, refused))
 
     if turns is None:
         await publish_batches()
@@ -188,7 +197,7 @@ async def _encoded(publications: Sequence[Publication], now: datetime) -> list[R
 
 
 async def _treat_existing(
-    store: Store, existing: dict[int, Publication], now: datetime, refused: list[TaskRunning]
+    store: Store, existing: dict[int, Publication], now: datetime, changes: Changes, refused: list[TaskRunning]
 ) -> dict[int, Published]:
     """Treat existing tasks. Errors for running tasks that must not be changed are added to `refused`."""
     if not existing:
@@ -197,11 +206,12 @@ async def _treat_existing(
         i: publication for i, publication in existing.items() if not publication.configuration.changes_existing
     }
     results = await _replace_forgotten(store, untouched, now)
-    changed = [i for i in existing if i not in untouched]
-    for start in range(0, len(changed), _CHANGED_AT_ONCE):
-        chunk = changed[start : start + _CHANGED_AT_ONCE]
-        results |= await _change_together(store, {i: existing[i] for i in chunk}, now)
-        chunk = [i for i in chunk if i not in results]
+    changed = {i: _Change(each, now) for i, each in existing.items() if i not in untouched}
+    together = await changes.of(list(changed.values())) if changed else {}
+    results |= {i: together[change] for i, change in changed.items() if change in together}
+    others = [i for i, change in changed.items() if change not in together]
+    for start in range(0, len(others), _CHANGED_AT_ONCE):
+        chunk = others[start : start + _CHANGED_AT_ONCE]
         outcomes = await asyncio.gather(
             *(_change_existing(store, existing[i], now) for i in chunk), return_exceptions=True
         )
@@ -286,68 +296,117 @@ def _afresh(publication: Publication, now: datetime, at: rules.Expression) -> li
     ]
 
 
-async def _change_together(
-    store: Store, publications: Mapping[int, Publication], now: datetime
-) -> dict[int, Published]:
-    """Change existing tasks in the same way, in one command. Return those of which it is known what came of them.
+@dataclass(slots=True, eq=False)
+class _Change:
+    """What a publication asks of an existing task. `now`: the time of the call."""
+
+    publication: Publication
+    now: datetime
+
+
+class Changes(Grouped[_Change, Published]):
+    """Changes existing tasks as the publications of one moment ask: those that ask for the same in one command.
 
     Most of what a change costs the server is reading the pipeline. What is left goes one by one (`_change_existing`).
     """
-    places = {publication.id: i for i, publication in publications.items()}
-    size = sum(publication.size for publication in publications.values())
-    alike = len(places) == len(publications) and _are_alike(list(publications.values()))
-    if not alike or size > _CHANGED_AT_ONCE_BYTES:
-        return {}
+
+    async def call(self, changes: Sequence[_Change]) -> Mapping[_Change, Published]:
+        """Make them. Return those of which it is known what came of them."""
+        results: dict[_Change, Published] = {}
+        for alike in _alike(changes):
+            results |= await _change_together(self._store, alike)
+        return results
+
+
+def _alike(changes: Sequence[_Change]) -> Iterator[list[_Change]]:
+    """Divide them into sets that may go together. What was sent before is left out, and what is alone."""
+    sets: list[_Set] = []
+    for change in changes:
+        if change.publication.sent_to is None:
+            for some in sets[-_KINDS:]:
+                if some.takes(change):
+                    some.add(change)
+                    break
+            else:
+                sets.append(_Set(change))
+    return (list(some.by_id.values()) for some in sets if len(some.by_id) >= _FEWEST_TOGETHER)
+
+
+class _Set:
+    """Changes of as many tasks that differ in nothing but what each brings of its own (see `change_pipeline`)."""
+
+    def __init__(self, first: _Change) -> None:
+        self._first = first.publication
+        self._marks = _encoded_marks(first.publication)
+        self._size = first.publication.size
+        self.by_id = {first.publication.id: first}
+
+    def takes(self, change: _Change) -> bool:
+        """Whether this may go with those that are there."""
+        first, each = self._first, change.publication
+        return (
+            len(self.by_id) < _CHANGED_AT_ONCE
+            and self._size + each.size <= _CHANGED_AT_ONCE_BYTES
+            and each.id not in self.by_id
+            and (each.trace is None) == (first.trace is None)
+            and (each.configuration is first.configuration or each.configuration == first.configuration)
+            and _encoded_marks(each) == self._marks
+        )
+
+    def add(self, change: _Change) -> None:
+        """Let it go with them."""
+        self._size += change.publication.size
+        self.by_id[change.publication.id] = change
+
+
+def _encoded_marks(publication: Publication) -> bytes:
+    """Return them as they are stored: to Python, 1 and True are the same."""
+    return bson.encode(publication.marks, codec_options=CODEC)
+
+
+async def _change_together(store: Store, changes: Sequence[_Change]) -> dict[_Change, Published]:
+    """Change existing tasks in the same way, in one command. Return those of which it is known what came of them."""
+    of = {change.publication.id: change for change in changes}
     found = {
         task["_id"]: task
-        for task in await _existing(store, list(places))
-        if not task["forgotten"] and _already(publications[places[task["_id"]]], task) is None
+        for task in await _existing(store, list(of))
+        if not task["forgotten"] and _already(of[task["_id"]].publication, task) is None
     }
-    if len(found) < _FEWEST_TOGETHER:
+    changing = {id_: of[id_] for id_ in found}
+    if len(changing) < _FEWEST_TOGETHER:
         return {}
-    changing = [publications[places[id_]] for id_ in found]
-    for publication in changing:
-        publication.sent_to = repeated.same(found[publication.id])
+    for id_, change in changing.items():
+        change.publication.sent_to = repeated.same(found[id_])
+    first = next(iter(changing.values()))
     known = own_value(list(found), [task.get("publish_id") for task in found.values()])
+    made = repeated.has_change(own_value(list(found), [each.publication.publish_id for each in changing.values()]))
+    bound = [{"$eq": [{"$ifNull": ["$publish_id", None]}, known]}, {"$not": [made]}]
     query: Document = {
         "$and": [
-            {"_id": {"$in": list(found)}, "change_ids": {"$ne": changing[0].publish_id}, **NOT_DELETED},
-            {"$expr": {"$eq": [{"$ifNull": ["$publish_id", None]}, known]}},
-            _unless_it_may_not(changing[0], store.now),
+            {"_id": {"$in": list(found)}, **NOT_DELETED, "$expr": {"$and": bound}},
+            _unless_it_may_not(first.publication, store.now),
         ]
     }
+    stages = change_pipeline(first.publication, first.now, store.now, changing)
     try:
-        stages = change_pipeline(changing[0], now, store.now, changing)
         reply = await store.update(query, stages, _TOGETHER_DEADLINE_MS + 10 * len(found), hint="_id_")
-    except OperationFailure as error:
-        if error.code not in DOCUMENT_TOO_LARGE and not is_over_deadline(error):
+    except PyMongoError as error:
+        if is_passing(error) and not is_over_deadline(error):
             raise
         return {}  # some may have been changed: they are recognised
     if reply["nModified"] == len(changing):
-        return {places[publication.id]: Published(created=False, updated=True) for publication in changing}
-    results: dict[int, Published] = {}
+        return {change: Published(created=False, updated=True) for change in changing.values()}
+    results: dict[_Change, Published] = {}
     after = {task["_id"]: task for task in await store.find({"_id": {"$in": list(found)}}, repeated.FIELDS)}
-    for publication in changing:
-        task = after.get(publication.id)
-        if task is not None and repeated.is_changed_by(task, publication.publish_id):
-            results[places[publication.id]] = Published(created=False, updated=True)
+    for id_, change in changing.items():
+        task = after.get(id_)
+        if task is not None and repeated.is_changed_by(task, change.publication.publish_id):
+            results[change] = Published(created=False, updated=True)
         elif reply["n"] == len(changing):  # it may be changed, and there is nothing to change
-            results[places[publication.id]] = Published(created=False)
+            results[change] = Published(created=False)
         else:
-            publication.sent_to = None
+            change.publication.sent_to = None
     return results
-
-
-def _are_alike(publications: Sequence[Publication]) -> bool:
-    """Whether nothing but params and places in the order of publication differs, and none was sent before."""
-    first = publications[0]
-    return all(
-        each.sent_to is None
-        and each.configuration is first.configuration
-        and each.publish_id == first.publish_id
-        and (each.trace, each.loop, each.sealed) == (first.trace, first.loop, first.sealed)
-        for each in publications
-    )
 
 
 async def _change_existing(store: Store, publication: Publication, now: datetime) -> Published:
@@ -543,25 +602,24 @@ def constants(publication: Publication) -> Document:
 
 
 def change_pipeline(
-    publication: Publication, now: datetime, at: rules.Expression, together: Sequence[Publication] = ()
+    publication: Publication, now: datetime, at: rules.Expression, together: Mapping[str, _Change] | None = None
 ) -> list[Document]:
     """Apply a publication to an existing task. If nothing changes, the document stays as it was, including its event.
 
-    `together`: instead of to one, apply each of these, which are alike (see `_are_alike`), to its own task.
+    `together`: instead of to one, apply each of these, which are alike, to its own task, by `_id`.
     """
     configuration = publication.configuration
-    number: rules.Expression = publication.number or number_at(now)
-    params: rules.Expression = "$$params"
+    own = _own(publication, now)
     stages: list[Document] = []
     if together:
-        ids = [each.id for each in together]
-        given = {
-            "params": own_value(ids, [each.params for each in together]),
-            "number": own_value(ids, [each.number or number_at(now) for each in together]),
-        }
+        each_of = [_own(change.publication, change.now) for change in together.values()]
+        given = {name: own_value(list(together), [each[name] for each in each_of]) for name in own}
         # What each brings of its own.
         stages.append({"$set": {"_given": given}})
-        number, params = "$_given.number", "$_given.params"
+        own = {name: f"$_given.{name}" for name in own}
+    else:
+        own |= {"params": "$$params", "trace": {"$literal": own.get("trace")}}
+    params = own["params"]
     # What there was before, to tell in the end whether anything has changed.
     before: Document = {field: f"${field}" for field in ("task_option", "task_state")}
     sets_params = configuration.update_existing_params or configuration.runs_again
@@ -575,7 +633,7 @@ def change_pipeline(
     stages.append({"$set": {"_before": before}})
     if sets_params:
         # The new params, and the times and options that the publisher set.
-        stages.append({"$set": _new_wish(publication, params, now, at)})
+        stages.append({"$set": _new_wish(publication, own, at)})
     if sets_params and configuration.placed:
         # Where it has to go. It moves with the first write that finds no execution of the old place at work.
         stages.append({"$set": {"task_state.moves_to": rules.with_facts(at, _moves(configuration))}})
@@ -606,14 +664,14 @@ def change_pipeline(
         name: {"$cond": [unchanged, {"$ifNull": [f"${name}", "$$REMOVE"]}, value]}
         for name, value in (
             ("event", stamp("replaced" if configuration.replace_running else "published", at)),
-            ("change_ids", repeated.with_change(publication.publish_id)),
+            ("change_ids", repeated.with_change(own["change_id"])),
         )
     }
     if configuration.begins_anew:
         # A finished task goes behind what waits; a waiting task keeps its place.
         keeps = {"$or": [unchanged, "$_before.waits"]}
         own_number = {"$ifNull": ["$publish_number", "$$REMOVE"]}
-        marks["publish_number"] = {"$cond": [keeps, own_number, number]}
+        marks["publish_number"] = {"$cond": [keeps, own_number, own["number"]]}
     return [
         *stages,
         # Only if something has changed: the stamp that wakes workers, and the publication's mark on the task.
@@ -623,6 +681,18 @@ def change_pipeline(
         # Status and times follow.
         *prepared(rules.derivation, at),
     ]
+
+
+def _own(publication: Publication, now: datetime) -> dict[str, Any]:
+    """Return what a publication brings that another with the same configuration does not."""
+    own = {
+        "params": publication.params,
+        "number": publication.number or number_at(now),
+        "change_id": publication.publish_id,
+        "start_time": publication.configuration.starts(now),
+        "trace": publication.trace,
+    }
+    return {name: value for name, value in own.items() if value is not None}
 
 
 def _cleaned(configuration: Configuration, running: rules.Expression, at: rules.Expression) -> list[Document]:
@@ -674,10 +744,10 @@ def _first_stage(configuration: Configuration, params: rules.Expression) -> rule
     return {"$cond": [STAGED, {"$concatArrays": [[first], others]}, {"$ifNull": ["$task_state.stages", "$$REMOVE"]}]}
 
 
-def _new_wish(publication: Publication, params: rules.Expression, now: datetime, at: rules.Expression) -> Document:
-    """Return the params, and the times and options that the publisher set."""
-    configuration = publication.configuration
-    start_time = configuration.starts(now)
+def _new_wish(publication: Publication, own: Mapping[str, rules.Expression], at: rules.Expression) -> Document:
+    """Return the params, and the times and options that the publisher set. `own`: see `_own`."""
+    configuration, params = publication.configuration, own["params"]
+    start_time = own.get("start_time")
     version = {"$ifNull": ["$task_state.params_version", 0]}
     # Executions note which version of the params they had: changed params are a new version.
     state: Document = {
@@ -706,7 +776,7 @@ def _new_wish(publication: Publication, params: rules.Expression, now: datetime,
     if configuration.tags == ():
         changes["tags"] = "$$REMOVE"
     if publication.trace is not None:
-        changes["trace"] = {"$literal": publication.trace}
+        changes["trace"] = own["trace"]
     if configuration.tuned:
         changes["task_option"] = {name: {"$literal": value} for name, value in configuration.tuned.items()}
     return changes

@@ -258,6 +258,19 @@ async def test_many_that_exist_are_changed_by_a_few_commands(counted: TaskMesh, 
     assert commands.total <= 30, commands.by_name  # 22: two for each fifty; it was 1,004
 
 
+async def test_tasks_that_exist_are_changed_by_a_few_commands_if_their_calls_come_at_one_moment(
+    counted: TaskMesh, commands: Commands
+) -> None:
+    @counted.task
+    async def job(n: int) -> None: ...
+
+    await job.publish_many({str(n): {"n": n} for n in range(200)})
+    commands.by_name.clear()
+    handles = await asyncio.gather(*(job.configure(run_again=True).publish(str(n), n=-n) for n in range(200)))
+    assert all(handle.updated for handle in handles)
+    assert commands.total <= 50, commands.by_name  # 10; it was 802
+
+
 async def test_tasks_that_wait_for_others_cost_a_few_commands_if_they_come_at_one_moment(
     counted: TaskMesh, commands: Commands
 ) -> None:

@@ -291,6 +291,18 @@ async def test_the_ping_interval_follows_from_the_timeout_alone(mesh: TaskMesh) 
     assert (option.worker_timeout_ms, option.ping_interval_ms) == (5_000, 2_500)
 
 
+async def test_what_is_equal_to_python_alone_is_stored_as_each_publisher_of_one_moment_says(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job() -> None: ...
+
+    marks = {"true": True, "whole": 1, "float": 1.0}
+    await job.publish_many({key: {} for key in marks})
+    changing = job.configure(run_again=True)
+    await asyncio.gather(*(changing.configure(fields={"mark": mark}).publish(key) for key, mark in marks.items()))
+    stored = {task["key"]: task["mark"] for task in await mesh.store.find({}, {"key": 1, "mark": 1})}
+    assert {key: type(mark) for key, mark in stored.items()} == {"true": bool, "whole": int, "float": float}
+
+
 @pytest.mark.parametrize(
     "how",
     [
@@ -300,8 +312,9 @@ async def test_the_ping_interval_follows_from_the_timeout_alone(mesh: TaskMesh) 
     ],
     ids=["not confirmed", "cut off", "too late"],
 )
+@pytest.mark.parametrize("in_one_call", [True, False], ids=["one call", "calls of one moment"])
 async def test_many_that_run_again_do_so_once_though_the_server_fails(
-    mesh: TaskMesh, mongo_uri: str, database: str, how: dict[str, Any]
+    mesh: TaskMesh, mongo_uri: str, database: str, how: dict[str, Any], in_one_call: bool
 ) -> None:
     runs: Counter[tuple[str, int]] = Counter()
 
@@ -315,8 +328,13 @@ async def test_many_that_run_again_do_so_once_though_the_server_fails(
         for key in keys:
             await finished(mesh, "job", key)
         async with failing_commands(mongo_uri, ["update"], times=2, appname="the publisher", **how) as have_failed:
-            again = {key: {"n": 2} for key in keys}
-            handles = await publisher.publisher.publish_many("job", again, run_again=True)
+            if in_one_call:
+                again = {key: {"n": 2} for key in keys}
+                handles = await publisher.publisher.publish_many("job", again, run_again=True)
+            else:
+                handles = await asyncio.gather(
+                    *(publisher.publish("job", key, {"n": 2}, run_again=True) for key in keys)
+                )
             await have_failed(2)
         assert all(handle.updated for handle in handles)
         for handle in handles:

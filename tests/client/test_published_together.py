@@ -93,6 +93,64 @@ async def test_what_the_server_refuses_of_one_is_an_error_of_that_one_alone(mesh
     assert {task.key async for task in mesh.find("job")} == {f"k{n}" for n in range(30) if n != 13}
 
 
+async def test_what_one_change_of_many_meets_concerns_that_one_alone(mesh: TaskMesh) -> None:
+    running, go_on = asyncio.Event(), asyncio.Event()
+
+    @mesh.task
+    async def job(n: int) -> int:
+        running.set()
+        await go_on.wait()
+        return n
+
+    await job.publish("running", n=0)
+    changing = job.configure(update_existing_params=True, not_update_running=True)
+    async with working(mesh):
+        await running.wait()
+        await asyncio.gather(*(job.configure(delay_ms=3_600_000).publish(f"k{n}", n=n) for n in range(30)))
+        await mesh.store.driver.database.command({"collMod": "tasks", "validator": {"params.n": {"$ne": 113}}})
+        answers = await asyncio.gather(
+            *(changing.publish(f"k{n}", n=100 + n) for n in range(30)),
+            changing.publish("running", n=1),
+            changing.publish("new", n=2),
+            changing.publish("k7", n=3),
+            return_exceptions=True,
+        )
+        go_on.set()
+    failed = {n: answer for n, answer in enumerate(answers) if isinstance(answer, BaseException)}
+    assert failed.keys() == {13, 30}
+    assert isinstance(failed[13], OperationFailure)
+    assert "Document failed validation" in str(failed[13])
+    assert isinstance(failed[30], TaskRunning)
+    assert [handle.created for handle in answers if not isinstance(handle, BaseException)] == [False] * 29 + [
+        True,
+        False,
+    ]
+    stored = {task.key: (task.params or {})["n"] async for task in mesh.find("job", params=True)}
+    assert stored.pop("k7") in (107, 3)
+    assert stored == {f"k{n}": 100 + n for n in range(30) if n not in (7, 13)} | {"k13": 13, "running": 0, "new": 2}
+
+
+async def test_a_locked_task_holds_up_none_of_those_that_are_changed_with_it(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job(n: int) -> None: ...
+
+    await job.publish_many({key: {"n": 0} for key in ("locked", *(f"k{n}" for n in range(40)))})
+    changing = job.configure(run_again=True)
+    async with mesh.store.driver.session() as session:
+        await session.start_transaction()
+        await job.configure(session=session, run_again=True).publish("locked", n=1)
+        waiting = asyncio.create_task(changing.publish("locked", n=2))
+        handles = await asyncio.gather(*(changing.publish(f"k{n}", n=2) for n in range(40)))
+        assert all(handle.updated for handle in handles)
+        assert not waiting.done()
+        assert (await changing.publish("k0", n=3)).updated
+        assert not waiting.done()
+        await session.commit_transaction()
+    assert (await waiting).updated
+    found = {task.key: (task.params or {})["n"] async for task in mesh.find("job", params=True)}
+    assert found == {f"k{n}": 2 for n in range(40)} | {"k0": 3, "locked": 2}
+
+
 async def test_a_locked_key_holds_up_none_of_those_that_are_published_with_it(mesh: TaskMesh) -> None:
     @mesh.task
     async def job(n: int) -> None: ...

@@ -1,8 +1,10 @@
-"""Tasks that one call changes together come out as if each had been changed alone."""
+"""Tasks that the calls of one moment change together come out as if each had been changed alone."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -30,6 +32,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "params, unless it runs": {"update_existing_params": True, "not_update_running": True},
     "params, elsewhere": {"update_existing_params": True, "queue": "odd", "group": "g"},
     "again": {"run_again": True},
+    "again, later": {"run_again": True, "delay_ms": 900},
     "again, at another time, with tags": {"run_again": True, "start_time": BEGIN + ms(900), "tags": ("a", "b")},
     "again, what runs is stopped": {"replace_running": True},
     "again after a failure": {"clean_failed": True},
@@ -48,7 +51,7 @@ async def test_what_is_changed_together_is_changed_as_each_alone(
     one_by_one: dict[str, int] = {}
     change_together, change_existing = publish._change_together, publish._change_existing
 
-    async def unless_alone(store: Store, *arguments: Any) -> dict[int, Published]:
+    async def unless_alone(store: Store, *arguments: Any) -> dict[Any, Published]:
         return {} if store is alone else await change_together(store, *arguments)
 
     async def counted(store: Store, *arguments: Any) -> Published:
@@ -61,20 +64,27 @@ async def test_what_is_changed_together_is_changed_as_each_alone(
     # Some are new, and nothing changes in others.
     there = [{**document, "publish_id": ObjectId()} for n, document in enumerate(documents) if n % 10]
     configuration = Configuration(option=TaskOption()).changed(**change)
-    publish_id = ObjectId()
+    publish_ids = [ObjectId() for _ in documents]
     outcomes, after = [], []
     try:
         for store in (alone, together):
             await store.driver.collection(store.tasks).insert_many(there)
+            changes = publish.Changes(store)
             publications = [
-                Publication("job", document["key"], params, configuration, publish_id=publish_id, number=n + 1)
+                Publication(
+                    "job",
+                    document["key"],
+                    {"n": n % 3, "data": {"$gt": [n, "$$ROOT"], "a.b": "$_id"}} if n % 4 else {"n": 1},
+                    replace(configuration),  # equal to the others', and not the same
+                    publish_id=publish_ids[n],
+                    number=n + 1,
+                    trace={"traceparent": f"$trace {n}"} if n % 2 else None,
+                )
                 for n, document in enumerate(documents)
-                for params in [{"n": n % 3, "data": {"$gt": [n, "$$ROOT"], "a.b": "$_id"}} if n % 4 else {"n": 1}]
             ]
-            try:
-                outcomes.append(await publish.publish(store, publications, BEGIN))
-            except TaskRunning:
-                outcomes.append([])
+            calls = (publish.publish(store, [each], BEGIN + ms(n), changes) for n, each in enumerate(publications))
+            published = await asyncio.gather(*calls, return_exceptions=True)
+            outcomes.append([str(each) if isinstance(each, TaskRunning) else each for each in published])
             after.append({document["_id"]: document for document in await store.find({}, {})})
     finally:
         for store in (alone, together):
@@ -83,7 +93,7 @@ async def test_what_is_changed_together_is_changed_as_each_alone(
     assert after[0] == after[1]
     # What looks like an operator or a field's name is data.
     assert all(task["params"].get("data", _DATA).keys() == _DATA.keys() for task in after[1].values())
-    changed = any(published.updated for published in outcomes[0])
+    changed = any(isinstance(each, list) and each[0].updated for each in outcomes[0])
     assert not changed or one_by_one.get("together", 0) < one_by_one["alone"]
 
 
@@ -92,7 +102,9 @@ def _stored(document: Document) -> Document:
     return {name: value for name, value in document.items() if value is not None}
 
 
-async def test_params_that_are_large_together_go_one_by_one(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_params_that_are_large_together_go_in_several_commands(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server cuts the connection on which a command of 48 MB comes."""
     alone: list[str] = []
     change_existing = publish._change_existing
@@ -104,10 +116,8 @@ async def test_params_that_are_large_together_go_one_by_one(life: Life, monkeypa
     monkeypatch.setattr(publish, "_change_existing", noted)
     configuration = Configuration(option=TaskOption()).changed(update_existing_params=True)
     await publish.publish(life.store, [Publication("job", key, {}, configuration) for key in "abcd"], life.now)
-    for size, expected in ((publish._CHANGED_AT_ONCE_BYTES // 4, 0), (publish._CHANGED_AT_ONCE_BYTES // 4 + 1, 4)):
-        publish_id = ObjectId()
-        publications = [
-            Publication("job", key, {"n": size}, configuration, size=size, publish_id=publish_id) for key in "abcd"
-        ]
+    most = publish._CHANGED_AT_ONCE_BYTES
+    for size, expected in ((most // 4, 0), (most // 4 + 1, 1), (most // 2 + 1, 1 + 4)):
+        publications = [Publication("job", key, {"n": size}, configuration, size=size) for key in "abcd"]
         await publish.publish(life.store, publications, life.now)
         assert len(alone) == expected

@@ -6,14 +6,14 @@ was done is recognised by the verb's own `change_id`, which stays in the task wh
 
 from __future__ import annotations
 
-from typing import Any
-
 from bson import ObjectId
 
 from taskmesh.store import rules
 from taskmesh.store.mongodb.driver import Document
 
 _KEPT_CHANGES = 8
+
+_KNOWN: rules.Expression = {"$ifNull": ["$change_ids", []]}
 
 FIELDS: Document = {"publish_id": 1, "change_ids": 1}
 """The fields of a task that are needed to bind a change to it."""
@@ -34,7 +34,11 @@ def is_changed_by(task: Document, change_id: ObjectId) -> bool:
     return change_id in (task.get("change_ids") or ())
 
 
-def with_change(change_id: ObjectId) -> rules.Expression:
+def with_change(change_id: rules.Expression) -> rules.Expression:
     """Return `change_ids` with this one added."""
-    known: Any = {"$ifNull": ["$change_ids", []]}
-    return {"$slice": [{"$concatArrays": [known, [change_id]]}, -_KEPT_CHANGES]}
+    return {"$slice": [{"$concatArrays": [_KNOWN, [change_id]]}, -_KEPT_CHANGES]}
+
+
+def has_change(change_id: rules.Expression) -> rules.Expression:
+    """Whether the change has been made."""
+    return {"$in": [change_id, _KNOWN]}

@@ -105,7 +105,7 @@ async def cancel(store: Store, parents: Sequence[str]) -> list[str]:
     return ids
 
 
-class Ends(Grouped[Document]):
+class Ends(Grouped[str, Document]):
     """`ends`, for the children of several parents at one moment."""
 
     copied = True
@@ -115,7 +115,7 @@ class Ends(Grouped[Document]):
         return await ends(self._store, ids)
 
 
-class Pending(Grouped[Mapping[str, bool]]):
+class Pending(Grouped[str, Mapping[str, bool]]):
     """`pending`, for several parents at one moment."""
 
     async def call(self, ids: Sequence[str]) -> Mapping[str, Mapping[str, bool]]:

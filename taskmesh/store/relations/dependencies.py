@@ -221,11 +221,16 @@ class Links:
     def __init__(self, store: Store) -> None:
         self._leftovers = Leftovers(store)
         self._there = _There(store)
+        self._afters = _Afters(store)
         self._tell = _Tell(store, self._leftovers)
 
     async def check(self, ids: Collection[str]) -> None:
         """Raise `TaskNotFound` unless all these tasks exist. Tries again while the database is unreliable."""
         raise_if_missing(ids, await patiently(lambda: self._there.of(ids)))
+
+    async def afters(self, ids: Collection[str]) -> Mapping[str, After]:
+        """See `afters`; perhaps of others as well. Tries again while the database is unreliable."""
+        return await patiently(lambda: self._afters.of(ids))
 
     async def tell(self, ids: Collection[str]) -> None:
         """See `tell`."""
@@ -236,12 +241,17 @@ class Links:
         await self._leftovers.close()
 
 
-class _There(Grouped[bool]):
+class _There(Grouped[str, bool]):
     async def call(self, ids: Sequence[str]) -> Mapping[str, bool]:
         return dict.fromkeys(await there(self._store, ids), True)
 
 
-class _Tell(Grouped[None]):
+class _Afters(Grouped[str, After]):
+    async def call(self, ids: Sequence[str]) -> Mapping[str, After]:
+        return await afters(self._store, ids)
+
+
+class _Tell(Grouped[str, None]):
     def __init__(self, store: Store, leftovers: Leftovers) -> None:
         super().__init__(store)
         self._leftovers = leftovers
@@ -303,13 +313,13 @@ class WaitedFor:
         return [tasks.get(each, {"_id": each}) for each in ids]
 
 
-class _Named(Grouped[Sequence[str]]):
+class _Named(Grouped[str, Sequence[str]]):
     async def call(self, ids: Sequence[str]) -> Mapping[str, Sequence[str]]:
         found = await self._store.find({"_id": {"$in": list(ids)}}, {"ids": "$task_state.after.ids"})
         return {task["_id"]: task.get("ids") or () for task in found}
 
 
-class _Read(Grouped[Document]):
+class _Read(Grouped[str, Document]):
     copied = True
 
     async def call(self, ids: Sequence[str]) -> Mapping[str, Document]:
