@@ -23,7 +23,7 @@ from taskmesh.store import rules
 from taskmesh.store.control import NOT_DELETED, values_kept
 from taskmesh.store.grouped import Grouped
 from taskmesh.store.mongodb.driver import CODEC, Document
-from taskmesh.store.mongodb.server_errors import DOCUMENT_TOO_LARGE, Code, is_over_deadline, is_passing
+from taskmesh.store.mongodb.server_errors import DOCUMENT_TOO_LARGE, Code, is_passing
 from taskmesh.store.numbers import number_at
 from taskmesh.store.pipeline import repeated
 from taskmesh.store.pipeline.by_id import own_value
@@ -319,16 +319,15 @@ class Changes(Grouped[_Change, Published]):
 
 
 def _alike(changes: Sequence[_Change]) -> Iterator[list[_Change]]:
-    """Divide them into sets that may go together. What was sent before is left out, and what is alone."""
+    """Divide them into sets that may go together. What is alone is left out."""
     sets: list[_Set] = []
     for change in changes:
-        if change.publication.sent_to is None:
-            for some in sets[-_KINDS:]:
-                if some.takes(change):
-                    some.add(change)
-                    break
-            else:
-                sets.append(_Set(change))
+        for some in sets[-_KINDS:]:
+            if some.takes(change):
+                some.add(change)
+                break
+        else:
+            sets.append(_Set(change))
     return (list(some.by_id.values()) for some in sets if len(some.by_id) >= _FEWEST_TOGETHER)
 
 
@@ -375,6 +374,7 @@ async def _change_together(store: Store, changes: Sequence[_Change]) -> dict[_Ch
     changing = {id_: of[id_] for id_ in found}
     if len(changing) < _FEWEST_TOGETHER:
         return {}
+    unanswered = {id_ for id_, change in changing.items() if change.publication.sent_to is not None}
     for id_, change in changing.items():
         change.publication.sent_to = repeated.same(found[id_])
     first = next(iter(changing.values()))
@@ -391,9 +391,9 @@ async def _change_together(store: Store, changes: Sequence[_Change]) -> dict[_Ch
     try:
         reply = await store.update(query, stages, _TOGETHER_DEADLINE_MS + 10 * len(found), hint="_id_")
     except PyMongoError as error:
-        if is_passing(error) and not is_over_deadline(error):
+        if is_passing(error):
             raise
-        return {}  # some may have been changed: they are recognised
+        return {}  # one is locked, too large or refused; others may have been changed: they are recognised
     if reply["nModified"] == len(changing):
         return {change: Published(created=False, updated=True) for change in changing.values()}
     results: dict[_Change, Published] = {}
@@ -404,7 +404,7 @@ async def _change_together(store: Store, changes: Sequence[_Change]) -> dict[_Ch
             results[change] = Published(created=False, updated=True)
         elif reply["n"] == len(changing):  # it may be changed, and there is nothing to change
             results[change] = Published(created=False)
-        else:
+        elif id_ not in unanswered:
             change.publication.sent_to = None
     return results
 

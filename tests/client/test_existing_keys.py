@@ -191,17 +191,20 @@ async def test_m27_not_update_running_raises_on_a_running_task_and_leaves_it_unc
     assert (untouched.created, untouched.updated) == (False, False)
 
 
-async def test_a_forgotten_key_is_published_afresh_before_the_ttl_monitor_came_round(mesh: TaskMesh) -> None:
+@pytest.mark.parametrize("again", [False, True])
+async def test_forgotten_keys_are_published_afresh_before_the_ttl_monitor_came_round(
+    mesh: TaskMesh, again: bool
+) -> None:
     @mesh.task(option=TaskOption(retain_success_ms=0))
     async def job(n: int) -> int:
         return n
 
-    await job.publish("k", n=1)
+    await job.publish_many({key: {"n": 1} for key in "ab"})
     await mesh.consumer().run(until_idle=True)
-    handle = await job.publish("k", n=2)
-    assert handle.created
-    assert (await handle.task()).params == {"n": 2}
-    assert (await handle.task()).status is Status.INIT
+    for handle in await job.configure(run_again=again).publish_many({key: {"n": 2} for key in "ab"}):
+        assert handle.created
+        assert (await handle.task()).params == {"n": 2}
+        assert (await handle.task()).status is Status.INIT
 
 
 async def test_unknown_settings_are_refused(mesh: TaskMesh) -> None:
@@ -289,6 +292,61 @@ async def test_the_ping_interval_follows_from_the_timeout_alone(mesh: TaskMesh) 
     await mesh.publish("job", "k", worker_timeout_ms=5_000, update_existing_params=True)
     option = (await mesh.get("job", "k")).task_option
     assert (option.worker_timeout_ms, option.ping_interval_ms) == (5_000, 2_500)
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["to the same tasks", "to tasks published since"])
+async def test_a_change_of_many_that_arrives_a_second_time_does_nothing(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, anew: bool
+) -> None:
+    @mesh.task
+    async def job(n: int) -> None: ...
+
+    keys = ["a", "b", "c"]
+    await job.publish_many({key: {"n": 1} for key in keys})
+    sent: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    update = mesh.store.update
+
+    async def noted(*arguments: Any, **options: Any) -> Any:
+        sent.append((arguments, options))
+        return await update(*arguments, **options)
+
+    with monkeypatch.context() as while_changed:
+        while_changed.setattr(mesh.store, "update", noted)
+        again = await job.configure(run_again=True).publish_many({key: {"n": 2} for key in keys})
+    assert all(handle.updated for handle in again)
+    [(arguments, options)] = sent
+    if anew:
+        for key in keys:
+            await mesh.delete("job", key)
+        assert all(handle.created for handle in await job.publish_many({key: {"n": 3} for key in keys}))
+    reply = await update(*arguments, **options)
+    assert reply["n"] == 0
+    wanted = {task["params"]["n"]: task["task_state"].get("wanted") for task in await mesh.store.find({}, {})}
+    assert wanted == ({3: None} if anew else {2: 1})
+
+
+async def test_a_change_of_many_is_made_to_a_task_that_was_published_anew_just_before_it(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @mesh.task
+    async def job(n: int) -> None: ...
+
+    keys = ["a", "b", "c"]
+    await job.publish_many({key: {"n": 1} for key in keys})
+    update = mesh.store.update
+
+    async def after_another(*arguments: Any, **options: Any) -> Any:
+        while_changed.undo()
+        await mesh.delete("job", "b")
+        await job.publish("b", n=2)
+        return await update(*arguments, **options)
+
+    with monkeypatch.context() as while_changed:
+        while_changed.setattr(mesh.store, "update", after_another)
+        again = await job.configure(run_again=True).publish_many({key: {"n": 3} for key in keys})
+    assert [(handle.created, handle.updated) for handle in again] == [(False, True)] * 3
+    stored = {task.key: (task.params or {})["n"] async for task in mesh.find("job", params=True)}
+    assert stored == dict.fromkeys(keys, 3)
 
 
 async def test_what_is_equal_to_python_alone_is_stored_as_each_publisher_of_one_moment_says(mesh: TaskMesh) -> None:

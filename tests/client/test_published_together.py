@@ -58,9 +58,13 @@ async def test_a_lost_answer_is_told_to_none_of_them_and_nothing_is_there_twice(
 
     await job.publish("there", n=0)
     async with failing_commands(mongo_uri, ["insert"], times=3, **fault):
-        handles = await asyncio.gather(*(job.publish(f"k{n}", n=n) for n in range(60)), job.publish("there", n=1))
-    assert [handle.created for handle in handles] == [True] * 60 + [False]
-    assert len([task async for task in mesh.find("job")]) == 61
+        handles = await asyncio.gather(
+            *(job.publish(f"k{n}", n=n) for n in range(60)),
+            *(job.configure(run_again=True).publish(f"again{n}", n=n) for n in range(60)),
+            job.publish("there", n=1),
+        )
+    assert [handle.created for handle in handles] == [True] * 120 + [False]
+    assert len([task async for task in mesh.find("job", limit=200)]) == 121
 
 
 async def test_what_the_server_refuses_of_one_is_an_error_of_that_one_alone(mesh: TaskMesh) -> None:
@@ -107,7 +111,9 @@ async def test_what_one_change_of_many_meets_concerns_that_one_alone(mesh: TaskM
     async with working(mesh):
         await running.wait()
         await asyncio.gather(*(job.configure(delay_ms=3_600_000).publish(f"k{n}", n=n) for n in range(30)))
-        await mesh.store.driver.database.command({"collMod": "tasks", "validator": {"params.n": {"$ne": 113}}})
+        # Of inserts, which come first, it refuses none.
+        rule = {"$or": [{"params.n": {"$ne": 113}}, {"change_ids": {"$exists": False}}]}
+        await mesh.store.driver.database.command({"collMod": "tasks", "validator": rule})
         answers = await asyncio.gather(
             *(changing.publish(f"k{n}", n=100 + n) for n in range(30)),
             changing.publish("running", n=1),
@@ -149,6 +155,30 @@ async def test_a_locked_task_holds_up_none_of_those_that_are_changed_with_it(mes
     assert (await waiting).updated
     found = {task.key: (task.params or {})["n"] async for task in mesh.find("job", params=True)}
     assert found == {f"k{n}": 2 for n in range(40)} | {"k0": 3, "locked": 2}
+
+
+async def test_a_locked_task_holds_up_none_of_those_that_one_call_changes_with_it(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job(n: int) -> None: ...
+
+    keys = [f"k{n}" for n in range(40)]
+    await job.publish_many({key: {"n": 0} for key in keys})
+
+    async def changed() -> set[str]:
+        return {task.key async for task in mesh.find("job", params=True) if (task.params or {})["n"] == 2}
+
+    async def all_but_one() -> bool:
+        return await changed() == set(keys) - {"k20"}
+
+    async with mesh.store.driver.session() as session:
+        await session.start_transaction()
+        await job.configure(session=session, run_again=True).publish("k20", n=1)
+        waiting = asyncio.create_task(job.configure(run_again=True).publish_many({key: {"n": 2} for key in keys}))
+        await eventually(all_but_one, what="all but one are changed")
+        assert not waiting.done()
+        await session.commit_transaction()
+    assert all(handle.updated for handle in await waiting)
+    assert await changed() == set(keys)
 
 
 async def test_a_locked_key_holds_up_none_of_those_that_are_published_with_it(mesh: TaskMesh) -> None:
