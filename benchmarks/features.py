@@ -60,7 +60,15 @@ def _define(mesh: TaskMesh) -> dict[str, TaskDefinition[Any, Any]]:
         await current_task().publish(plain, f"published-{current_task().key}", n=n)
         return n
 
-    return {each.name: each for each in (plain, in_a_thread, snoozes_once, steps, starts_a_child, publishes)}
+    @mesh.task
+    async def in_a_transaction(n: int) -> int:
+        async with current_task().transaction() as session:
+            await session.client[mesh.store.driver.database.name]["own"].insert_one({"n": n}, session=session)
+            current_task().set_result(n)
+        return n
+
+    kinds = (plain, in_a_thread, snoozes_once, steps, starts_a_child, publishes, in_a_transaction)
+    return {each.name: each for each in kinds}
 
 
 async def _same(n: int) -> int:
@@ -102,6 +110,14 @@ async def _again(mesh: TaskMesh, count: int) -> None:
     await mesh.publisher.publish_many("plain", _keys(count // 2), run_again=True)
 
 
+async def _again_one_by_one(mesh: TaskMesh, count: int) -> None:
+    await mesh.publisher.publish_many("plain", _keys(count // 2))
+    while await mesh.listing.count("status:SUCCESS") < count // 2:  # noqa: ASYNC110 -- there is no event for it
+        await asyncio.sleep(0.02)
+    keys = _keys(count // 2).items()
+    await asyncio.gather(*(mesh.publish("plain", key, params, run_again=True) for key, params in keys))
+
+
 async def _limited(mesh: TaskMesh, count: int) -> None:
     await mesh.queues.set_limit("limited", running=50)
     await mesh.publisher.publish_many("plain", _keys(count), queue="limited")
@@ -115,10 +131,12 @@ FEATURES: dict[str, Feature] = {
     "one step each": _tasks_of("steps"),
     "half start a child, and wait for its result": _tasks_of("starts_a_child"),
     "half publish another with their SUCCESS": _tasks_of("publishes"),
+    "a document and the SUCCESS in one transaction": _tasks_of("in_a_transaction"),
     "half wait for another by after=": _after,
     "half get the result of another as a param": _fed,
     "in 100 sequences": _in_lines,
     "half as many, each published again to run again": _again,
+    "half as many, each published again, one by one": _again_one_by_one,
     "in a queue of which 50 may run": _limited,
 }
 _BRING_ANOTHER = ("half start a child, and wait for its result", "half publish another with their SUCCESS")
@@ -154,6 +172,7 @@ async def _measured(backlogs: Backlogs, database: str, feature: Feature, what: s
     mesh = TaskMesh(client, database=database)
     async with client, mesh:
         _define(mesh)
+        await client[database].create_collection("own")
         consumer = mesh.consumer(worker_id="w", concurrency=_CONCURRENCY)
         running = asyncio.create_task(consumer.run())
         while consumer.state == "ready":  # noqa: ASYNC110 -- the consumer has no event for it

@@ -5,15 +5,21 @@ A lease that ran out is not renewed, even if nobody has taken the task yet: expi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from pymongo.errors import OperationFailure
+
 from taskmesh.store import rules
+from taskmesh.store.grouped import Grouped
 from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.server_errors import is_over_deadline
 from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.store import Store, run_sync
 
 PING_DEADLINE_MS = 2_000
+_TOGETHER_DEADLINE_MS = 500
+"""Short, since a locked task holds up all that go with it; then each goes by itself. Plus one for each."""
 
 
 def ping(
@@ -41,6 +47,41 @@ async def extend(store: Store, id_: str, running_id: str, lease_ms: int) -> bool
     """Make one lease end so much later than now, whatever the option says. False if it is lost. Safe to repeat."""
     query, pipeline = _renewal(store, [id_], [running_id], lease_ms)
     return bool((await store.update(query, pipeline))["n"])
+
+
+Lease = tuple[str, str, int]
+"""The `_id` of a task, the `running_id` of an execution, and how long its lease becomes, in ms."""
+
+
+class Extensions(Grouped[Lease, bool]):
+    """Extends leases, those of one moment in one update."""
+
+    async def extend(self, id_: str, running_id: str, lease_ms: int) -> bool:
+        """See `extend`."""
+        lease = (id_, running_id, lease_ms)
+        together = await self.of([lease])
+        return together[lease] if lease in together else await extend(self._store, *lease)
+
+    async def call(self, leases: Sequence[Lease]) -> Mapping[Lease, bool]:
+        """Extend them. Return those that are held; none of a set of which one is not, or is locked, or of one that is alone."""
+        found: dict[Lease, bool] = {}
+        for lease_ms in {lease_ms for _, _, lease_ms in leases}:
+            some = [lease for lease in leases if lease[2] == lease_ms]
+            if len(some) > 1 and await self._extended(some, lease_ms):
+                found |= dict.fromkeys(some, True)
+        return found
+
+    async def _extended(self, leases: Sequence[Lease], lease_ms: int) -> bool:
+        query, pipeline = _renewal(
+            self._store, [lease[0] for lease in leases], [lease[1] for lease in leases], lease_ms
+        )
+        try:
+            reply = await self._store.update(query, pipeline, _TOGETHER_DEADLINE_MS + len(leases))
+        except OperationFailure as error:
+            if not is_over_deadline(error):
+                raise
+            return False
+        return int(reply["n"]) == len(leases)
 
 
 def keep_places(

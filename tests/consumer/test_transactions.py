@@ -25,6 +25,7 @@ from taskmesh import (
     current_blocking_task,
     current_task,
 )
+from taskmesh.store.renew import end_lease
 from tests.consumer import process_handlers as handlers
 from tests.faults import failing_commands, server_parameter
 from tests.waiting import eventually, slowness_of_the_machine
@@ -614,3 +615,58 @@ async def test_a_handler_whose_commit_is_refused_fails_and_runs_again_at_once(
         await have_failed()
         await handle.result(30)
     assert runs == [0, 1]
+
+
+async def test_of_blocks_that_begin_at_one_moment_those_go_on_whose_lease_is_not_over(mesh: TaskMesh) -> None:
+    begun, go_on = asyncio.Barrier(11), asyncio.Event()
+    entered: list[int] = []
+    lost: list[int] = []
+
+    @mesh.task
+    async def order(n: int) -> int:
+        if not go_on.is_set():
+            await begun.wait()
+            await go_on.wait()
+        try:
+            async with current_task().transaction():
+                entered.append(n)
+                current_task().set_result(n)
+        except LeaseLost:
+            lost.append(n)
+            raise
+        return n
+
+    handles = await order.publish_many({str(n): {"n": n} for n in range(10)})
+    async with working(mesh):
+        await begun.wait()
+        over = await handles[3].task()
+        await end_lease(mesh.store, "order:3", over.task_state.worker_states[0].running_id)
+        go_on.set()
+        assert await asyncio.gather(*(handle.result(60) for handle in handles)) == list(range(10))
+    assert (lost, sorted(entered)) == ([3], list(range(10)))
+
+
+async def test_t9_blocks_that_begin_at_one_moment_do_not_wait_for_a_task_in_an_open_transaction(mesh: TaskMesh) -> None:
+    begun, go_on = asyncio.Barrier(11), asyncio.Event()
+
+    @mesh.task
+    async def order(n: int) -> int:
+        await begun.wait()
+        await go_on.wait()
+        async with current_task().transaction():
+            current_task().set_result(n)
+        return n
+
+    handles = await order.publish_many({str(n): {"n": n} for n in range(10)})
+    async with working(mesh):
+        await begun.wait()
+        async with mesh.store.driver.session() as session:
+            await session.start_transaction()
+            tasks = mesh.store.driver.collection("tasks")
+            await tasks.update_one({"_id": "order:3"}, {"$set": {"locked": True}}, session=session)
+            go_on.set()
+            others = handles[:3] + handles[4:]
+            assert await asyncio.gather(*(handle.result(60) for handle in others)) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+            assert (await handles[3].task()).status is Status.RUNNING
+            await session.commit_transaction()
+        assert await handles[3].result(60) == 3

@@ -43,7 +43,7 @@ from taskmesh.store.finish import Outcome
 from taskmesh.store.mongodb.driver import Document, maybe, settings_of
 from taskmesh.store.mongodb.server_errors import is_over_deadline, is_passing, is_transaction_gone, patiently
 from taskmesh.store.publication import Publication
-from taskmesh.store.renew import extend
+from taskmesh.store.renew import Extensions
 
 _DEFAULT_LIMIT_S = 60.0
 _LEASE_BEYOND_LIMIT_S = 5.0
@@ -100,6 +100,7 @@ class Transactions:
         self._pinger = pinger
         self._reporter = reporter
         self._successes = Successes(store, worker_id, clock)
+        self._extensions = Extensions(store)
         self._loop = asyncio.get_running_loop()
         self._limit_s: float | None = None
         self._opening = asyncio.Lock()
@@ -222,7 +223,7 @@ class Transactions:
         while True:
             sent = time.monotonic()
             try:
-                held = await extend(self._store, execution.id, execution.running_id, int(lease_s * 1000))
+                held = await self._extensions.extend(execution.id, execution.running_id, int(lease_s * 1000))
             except PyMongoError as error:
                 falters = is_passing(error) or is_over_deadline(error)
                 if not falters or time.monotonic() >= execution.lease_until:
