@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -121,3 +122,22 @@ async def test_params_that_are_large_together_go_in_several_commands(
         publications = [Publication("job", key, {"n": size}, configuration, size=size) for key in "abcd"]
         await publish.publish(life.store, publications, life.now)
         assert len(alone) == expected
+
+
+async def test_who_has_met_a_locked_key_does_not_go_with_the_others(life: Life) -> None:
+    """Else it would hold them up each time it tries again."""
+    asked: list[str] = []
+
+    class Shared(publish.Changes):
+        async def call(self, changes: Sequence[Any], /) -> Mapping[Any, Published]:
+            asked.extend(change.publication.key for change in changes)
+            return await super().call(changes)
+
+    configuration = Configuration(option=TaskOption()).changed(update_existing_params=True)
+    shared = Shared(life.store)
+    await publish.publish(life.store, [Publication("job", key, {}, configuration) for key in "ab"], life.now)
+    for n, (alone, expected) in enumerate(((True, []), (False, ["a", "b"]))):
+        publications = [Publication("job", key, {"n": n}, configuration) for key in "ab"]
+        results = await publish.publish(life.store, publications, life.now, shared, alone=alone)
+        assert [each.updated for each in results] == [True, True]
+        assert asked == expected
