@@ -43,11 +43,16 @@ class Links:
         """Of each line that is not empty: the task whose turn it is, and its place."""
 
     def tell(self, ids: Iterable[str], now: datetime) -> None:
-        """Answer the marks of these tasks, and of those that this concerns in turn."""
+        """Answer the marks of these tasks, and of those that this concerns in turn. They go when all is done (`Leftovers`)."""
         todo = set(ids)
+        answered: dict[str, _Marked] = {}
         while todo:
             marked = [self._marked(id_) for id_ in sorted(todo) if self._state(id_).get("ask_time") is not None]
+            marked = [task for task in marked if task.id not in answered or answered[task.id].ask_time != task.ask_time]
+            answered |= {task.id: task for task in marked}
             todo = self._answer(marked, now)
+        for task in answered.values():
+            self._unmark(task, now)
 
     def _state(self, id_: str) -> Mapping[str, Any]:
         oracle = self._oracles[id_]
@@ -100,8 +105,6 @@ class Links:
         for task in marked:
             if task.held:
                 self._release(task.id, now)
-        for task in marked:
-            self._unmark(task, now)
         return concerned
 
     def _link(self, waiting: _Marked, now: datetime) -> None:
