@@ -360,6 +360,7 @@ async def test_what_is_due_in_a_moment_is_not_tried_before(mesh: TaskMesh, monke
     monkeypatch.setattr(Listener, "_offer", heard_of)
     monkeypatch.setattr(ClaimQueue, "offer", offered)
     monkeypatch.setattr(BackupClaims, "offer_found", lambda *_, **__: 0)  # scans bring nothing
+    monkeypatch.setattr("taskmesh.consumer.listener._TOO_LATE_S", 60.0)  # so a late hint must not be left to them
     async with working(mesh, "w"):
         await job.configure(delay_ms=40).publish("soon")
         await job.publish("now")
