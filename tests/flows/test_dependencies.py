@@ -267,6 +267,39 @@ async def test_d15_what_is_waited_for_is_kept_and_its_retention_begins_when_nobo
         await eventually(gone, 30.0)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_what_was_kept_for_ever_and_for_others_may_still_get_a_retention(mesh: TaskMesh, fails: bool) -> None:
+    name = "retain_failed_ms" if fails else "retain_success_ms"
+    shorter: dict[str, Any] = {name: 0}
+    longer: dict[str, Any] = {name: 3_600_000}
+    part, join = define(mesh)
+    waits = join.configure(start_time=datetime.now(UTC) + timedelta(hours=1), on_dependency_failure="run")
+    kept = {
+        key: await part.configure(retain_success_ms=None, retain_failed_ms=None).publish(key, broken=fails)
+        for key in ("meanwhile", "afterwards")
+    }
+    handles = {key: await waits.configure(after=[each]).publish(key) for key, each in kept.items()}
+    await drained(mesh)
+
+    await mesh.set_option("part", "meanwhile", **shorter)
+    assert [(await each.task()).delete_time for each in kept.values()] == [None, None], "join still waits for them"
+    for key in handles:
+        await mesh.retry("join", key)  # it need not wait for its time any more
+    await drained(mesh)
+    ended = (await handles["afterwards"].task()).finish_time
+    assert ended is not None
+    assert (await kept["afterwards"].task()).delete_time is None, "it is kept for ever"
+
+    await mesh.set_option("part", "afterwards", **longer)
+    assert (await kept["afterwards"].task()).delete_time == ended + timedelta(hours=1)
+    async with working(mesh, "w1"):
+
+        async def gone() -> bool:
+            return {task.key async for task in mesh.find("part")} == {"afterwards"}
+
+        await eventually(gone)
+
+
 async def test_a_handler_publishes_what_waits_for_others_with_its_success(mesh: TaskMesh) -> None:
     part, join = define(mesh)
 

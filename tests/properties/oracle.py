@@ -573,6 +573,9 @@ class Oracle:
             excluded = [entry for entry in self.live(now) if allowed and entry["worker_id"] not in allowed]
             self.state["leaving"] = self.sent_away(now, excluded)
             self.drop(excluded)
+        held = self.document.get("finish_time") is not None and self.state.get("released_time") is None
+        if held and self.reading.dependents and changes.keys() & {"retain_success_ms", "retain_failed_ms"}:
+            self.state["ask_time"] = now + ms(1) if self.state.get("ask_time") == now else now
         self.stamp(now, "option_changed")
         return True
 

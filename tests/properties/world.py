@@ -362,6 +362,8 @@ class World:
         if outdated:
             seen["priority"] = -1
         expected = not outdated and self.oracles[task].set_option(copy.deepcopy(changes), self.now)
+        if expected and changes.keys() & {"retain_success_ms", "retain_failed_ms"}:
+            self.links.tell([task], self.now)
         return [(expected, bool(await control.set_option(self.store, task, changes, seen)))]
 
     async def _settle(self) -> list[tuple[Any, Any]]:

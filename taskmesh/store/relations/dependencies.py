@@ -462,6 +462,18 @@ def linking_pipeline(dependents: rules.Expression, now: rules.Expression) -> lis
 
 
 _is_finished: rules.Expression = {"$not": [{"$in": ["$status", _UNFINISHED]}]}
+_is_held: rules.Expression = {
+    "$and": [_is_finished, rules.HAS_DEPENDENTS, {"$not": [{"$gt": ["$task_state.released_time", None]}]}]
+}
+"""Whether it is kept for its dependents."""
+
+
+def mark_of_retention(now: rules.Expression) -> rules.Expression:
+    """Return the mark of a task whose retention is changed: what is kept for its dependents is checked now.
+
+    It may have no mark so far, if it was to be kept for ever, or one far ahead.
+    """
+    return {"$cond": [_is_held, rules.next_mark(now), {"$ifNull": [rules.ASK_TIME, "$$REMOVE"]}]}
 
 
 async def _fail_those_with_failures(store: Store, marked: Sequence[_Marked], concerned: set[str]) -> bool:
@@ -692,15 +704,7 @@ async def _unmark(store: Store, marked: Sequence[_Marked]) -> None:
     retained_ms = {
         "$cond": [{"$eq": ["$status", "SUCCESS"]}, "$task_option.retain_success_ms", "$task_option.retain_failed_ms"]
     }
-    kept = {
-        "$and": [
-            _is_finished,
-            rules.HAS_DEPENDENTS,
-            {"$gt": [retained_ms, None]},
-            {"$ne": ["$status", "DELETED"]},
-            {"$not": [{"$gt": ["$task_state.released_time", None]}]},
-        ]
-    }
+    kept = {"$and": [_is_held, {"$gt": [retained_ms, None]}, {"$ne": ["$status", "DELETED"]}]}
     # Not more often than it has waited already, or than it would be kept anyway.
     waited_ms = {"$divide": [{"$subtract": [now, "$finish_time"]}, 4]}
     pause_ms = {"$min": [{"$max": [_FIRST_HOLD_MS, retained_ms, waited_ms]}, _LONGEST_HOLD_MS]}
