@@ -54,6 +54,8 @@ _KINDS = 20
 _CHANGED_AT_ONCE_BYTES = 2_000_000
 """More params than these go one by one: a pipeline has to fit in 16 MB, and reading it is the least of the work by then."""
 _FEWEST_TOGETHER = 2
+_NAMED = 3
+"""An error names so many tasks."""
 _TOGETHER_DEADLINE_MS = 500
 """Short, since a locked key holds up all that go with it; then they are changed one by one. Plus some for each."""
 _SIZE_OF_THE_REST = 1_000
@@ -432,7 +434,7 @@ async def _change_existing(store: Store, publication: Publication, now: datetime
         all_answered = publication.sent_to is None
         publication.sent_to = repeated.same(task)
         stages = change_pipeline(publication, now, store.now)
-        with _told_if_too_large(publication):
+        with _told_if_too_large([publication]):
             reply = await store.update(query, stages, constants=constants(publication))
         if reply["n"]:
             return Published(created=False, updated=bool(reply["nModified"]))
@@ -451,15 +453,20 @@ async def _change_existing(store: Store, publication: Publication, now: datetime
 
 
 @contextmanager
-def _told_if_too_large(publication: Publication) -> Iterator[None]:
+def _told_if_too_large(publications: Sequence[Publication]) -> Iterator[None]:
+    """Say of which tasks it is true that one of them would be too large."""
     try:
         yield
     except OperationFailure as error:
         if error.code not in DOCUMENT_TOO_LARGE:
             raise
+        names = list(dict.fromkeys(f"{each.name!r} {each.key!r}" for each in publications))
+        which = f"task {names[0]}"
+        if len(names) > 1:
+            which = f"one of the tasks {', '.join(names[:_NAMED])}{' …' if len(names) > _NAMED else ''}"
         raise TaskTooLarge(
-            f"task {publication.name!r} {publication.key!r} would be larger than the 16 MB that MongoDB stores, with new params "
-            "beside the results that it has: pass a reference to what is stored elsewhere, or use run_again, which drops results"
+            f"{which} would be larger than the 16 MB that MongoDB stores, with new params beside the results that it has: "
+            "pass a reference to what is stored elsewhere, or use run_again, which drops results"
         ) from error
 
 
@@ -510,19 +517,21 @@ async def publish_in_session(
         if new:
             await tasks.insert_many(_new_documents([publications[i] for i in new], now), session=session)
         results.update(dict.fromkeys(new, _CREATED))
+        changing: dict[str, list[int]] = {}
         for id_, places in by_id.items():
             touching(id_)
             if places and id_ in stored and stored[id_]["forgotten"]:
                 pipeline = _afresh(publications[places[0]], now, store.now)
                 await store.update({"_id": id_}, pipeline, WRITE_DEADLINE_MS, session)
                 results[places.pop(0)] = _CREATED
-            changing = [i for i in places if publications[i].configuration.changes_existing]
             results.update(dict.fromkeys(places, Published(created=False)))
-            if changing and id_ in stored and "queue" not in stored[id_]:
-                raise _accepted_meanwhile(id_)
-            if changing:
-                changed = await _change_in_session(store, [publications[i] for i in changing], now, session)
-                results.update(dict.fromkeys(changing, changed))
+            if asked := [i for i in places if publications[i].configuration.changes_existing]:
+                if id_ in stored and "queue" not in stored[id_]:
+                    raise _accepted_meanwhile(id_)
+                changing[id_] = asked
+        changes = {id_: [publications[i] for i in asked] for id_, asked in changing.items()}
+        for id_, changed in (await _change_in_session(store, changes, now, session)).items():
+            results.update(dict.fromkeys(changing[id_], changed))
     return [results[i] for i in range(len(publications))]
 
 
@@ -548,6 +557,43 @@ def _accepted_meanwhile(id_: str) -> OperationFailure:
 
 
 async def _change_in_session(
+    store: Store, asked: Mapping[str, Sequence[Publication]], now: datetime, session: Any
+) -> dict[str, Published]:
+    """Change existing tasks (by `_id`) as their publications ask: what is asked of many alike, in one command."""
+    results: dict[str, Published] = {}
+    once = [_Change(publications[0], now) for publications in asked.values() if len(publications) == 1]
+    for alike in _alike(once):
+        results |= await _change_together_in_session(store, alike, session)
+    for id_, publications in asked.items():
+        if id_ not in results:
+            results[id_] = await _change_one_in_session(store, publications, now, session)
+    return results
+
+
+async def _change_together_in_session(store: Store, changes: Sequence[_Change], session: Any) -> dict[str, Published]:
+    """Change existing tasks in the same way, in one command. Return those of which it is known what came of them."""
+    of = {change.publication.id: change for change in changes}
+    query: Document = {"_id": {"$in": list(of)}, **_unless_it_may_not(changes[0].publication, store.now)}
+    stages = change_pipeline(changes[0].publication, changes[0].now, store.now, of)
+    with _told_if_too_large([change.publication for change in changes]):
+        reply = await store.update(query, stages, session=session, hint="_id_")
+    results = dict.fromkeys(of, Published(created=False, updated=True))
+    if reply["nModified"] == len(of):
+        return results
+    made = repeated.has_change(own_value(list(of), [change.publication.publish_id for change in changes]))
+    query = {"_id": {"$in": list(of)}, "$expr": {"$not": [made]}}
+    cursor = store.driver.collection(store.tasks).find(query, {"_id": 1}, session=session, batch_size=len(of))
+    for task in await cursor.to_list(None):
+        if reply["n"] == len(of):  # it may be changed, and there is nothing to change
+            results[task["_id"]] = Published(created=False)
+        elif changes[0].publication.configuration.throttle_ms is not None:  # what may be changed notes the time
+            results[task["_id"]] = Published(created=False, throttled=True)
+        else:
+            del results[task["_id"]]
+    return results
+
+
+async def _change_one_in_session(
     store: Store, publications: Sequence[Publication], now: datetime, session: Any
 ) -> Published:
     """Change one existing task as each publication asks, one after the other, in one command."""
@@ -555,7 +601,7 @@ async def _change_in_session(
     for publication in publications:
         query: Document = {"_id": publication.id, **_unless_it_may_not(publication, store.now)}
         statements.append((query, change_pipeline(publication, now, store.now), constants(publication)))
-    with _told_if_too_large(publications[0]):
+    with _told_if_too_large(publications):
         reply = await store.update_each(statements, session)
     undisturbed = [publication for publication in publications if publication.configuration.not_update_running]
     if reply["n"] < len(statements) and undisturbed:

@@ -279,6 +279,27 @@ async def test_many_that_exist_are_changed_by_a_few_commands(counted: TaskMesh, 
     assert commands.total <= 30, commands.by_name  # 22: two for each fifty; it was 1,004
 
 
+async def test_a_handler_that_publishes_many_that_exist_does_it_by_a_few_commands(
+    counted: TaskMesh, commands: Commands
+) -> None:
+    @counted.task(queue="later")
+    async def job(n: int) -> None: ...
+
+    @counted.task
+    async def plan() -> None:
+        commands.by_name.clear()
+        for n in range(200):
+            await current_task().publish(job.configure(run_again=True), str(n), n=-n)
+
+    await job.publish_many({str(n): {"n": n} for n in range(200)})
+    handle = await plan.publish("p")
+    async with working(counted, "w", queues=["default"]):
+        await handle.result(120)
+    # 4 for fifty tasks each, and few beside; it was 201
+    assert 4 <= commands.by_name["update"] < 25, commands.by_name
+    assert (await counted.get("job", "199")).params == {"n": -199}
+
+
 async def test_tasks_that_exist_are_changed_by_a_few_commands_if_their_calls_come_at_one_moment(
     counted: TaskMesh, commands: Commands, mongo_uri: str
 ) -> None:

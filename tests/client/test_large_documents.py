@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from taskmesh import InvalidParams, TaskError, TaskMesh, TaskTooLarge
+from taskmesh import InvalidParams, Status, TaskError, TaskMesh, TaskTooLarge
 from tests.waiting import eventually
-from tests.working import working
+from tests.working import all_working, status_is, working
 
 MEGABYTE = 1_000_000
 
@@ -52,6 +52,22 @@ async def test_params_that_do_not_fit_beside_the_results_that_are_there_are_refu
     with pytest.raises(TaskTooLarge, match="task 'grow' 'k' would be larger than the 16 MB that MongoDB stores"):
         await definition.publish("k", blob=bytes(10 * MEGABYTE))
     assert await mesh.get("grow", "k") == before
+
+
+async def test_of_several_in_a_transaction_it_is_said_that_one_would_be_too_large(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def grow(blob: bytes) -> bytes:
+        return b"" if blob else bytes(8 * MEGABYTE)
+
+    await grow.configure(concurrent_worker_cnt=2).publish_many({"k": {"blob": b""}, "l": {"blob": b"l"}})
+    async with all_working(mesh, ["w1", "w2"]):
+        await status_is(mesh, "grow", "k", Status.SUCCESS)
+    client = mesh.store.driver.client
+    with pytest.raises(TaskTooLarge, match="one of the tasks 'grow' 'k', 'grow' 'l' would be larger than the 16 MB"):
+        async with client.start_session() as session, await session.start_transaction():
+            definition = grow.configure(session=session, update_existing_params=True)
+            await definition.publish_many({key: {"blob": bytes(900_000)} for key in "kl"})
+    assert [(await mesh.get("grow", key)).params["blob"] for key in "kl"] == [b"", b"l"]
 
 
 async def _has_succeeded(mesh: TaskMesh, name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -61,29 +62,14 @@ async def test_what_is_changed_together_is_changed_as_each_alone(
 
     monkeypatch.setattr(publish, "_change_together", unless_alone)
     monkeypatch.setattr(publish, "_change_existing", counted)
-    documents = [_stored(document) for document in Documents(f"{SEED} {change}", BEGIN).draw(_COUNT)]
-    # Some are new, and nothing changes in others.
-    there = [{**document, "publish_id": ObjectId()} for n, document in enumerate(documents) if n % 10]
-    configuration = Configuration(option=TaskOption()).changed(**change)
-    publish_ids = [ObjectId() for _ in documents]
+    there, publications = _drawn(change)
     outcomes, after = [], []
     try:
         for store in (alone, together):
             await store.driver.collection(store.tasks).insert_many(there)
             changes = publish.Changes(store)
-            publications = [
-                Publication(
-                    "job",
-                    document["key"],
-                    {"n": n % 3, "data": {"$gt": [n, "$$ROOT"], "a.b": "$_id"}} if n % 4 else {"n": 1},
-                    replace(configuration),  # equal to the others', and not the same
-                    publish_id=publish_ids[n],
-                    number=n + 1,
-                    trace={"traceparent": f"$trace {n}"} if n % 2 else None,
-                )
-                for n, document in enumerate(documents)
-            ]
-            calls = (publish.publish(store, [each], BEGIN + ms(n), changes) for n, each in enumerate(publications))
+            given = enumerate(copy.deepcopy(publications))
+            calls = (publish.publish(store, [each], BEGIN + ms(n), changes) for n, each in given)
             published = await asyncio.gather(*calls, return_exceptions=True)
             outcomes.append([str(each) if isinstance(each, TaskRunning) else each for each in published])
             after.append({document["_id"]: document for document in await store.find({}, {})})
@@ -96,6 +82,67 @@ async def test_what_is_changed_together_is_changed_as_each_alone(
     assert all(task["params"].get("data", _DATA).keys() == _DATA.keys() for task in after[1].values())
     changed = any(isinstance(each, list) and each[0].updated for each in outcomes[0])
     assert not changed or one_by_one.get("together", 0) < one_by_one["alone"]
+
+
+@pytest.mark.parametrize("change", _CHANGES.values(), ids=_CHANGES)
+async def test_so_is_what_one_transaction_changes(
+    mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    alone, together = (PatientStore(mongo_uri, database, name, now=BEGIN) for name in ("alone", "together"))
+    one_by_one: dict[str, int] = {}
+    change_together, change_one = publish._change_together_in_session, publish._change_one_in_session
+
+    async def unless_alone(store: Store, *arguments: Any) -> dict[str, Published]:
+        return {} if store is alone else await change_together(store, *arguments)
+
+    async def counted(store: Store, *arguments: Any) -> Published:
+        one_by_one[store.tasks] = one_by_one.get(store.tasks, 0) + 1
+        return await change_one(store, *arguments)
+
+    monkeypatch.setattr(publish, "_change_together_in_session", unless_alone)
+    monkeypatch.setattr(publish, "_change_one_in_session", counted)
+    there, publications = _drawn(change)
+    # Some are asked twice.
+    publications += [replace(each, publish_id=ObjectId(), number=1_000 + n) for n, each in enumerate(publications[:9])]
+    outcomes, after = [], []
+    try:
+        for store in (alone, together):
+            await store.driver.collection(store.tasks).insert_many(there)
+            async with store.driver.client.start_session() as session:
+                try:
+                    async with await session.start_transaction():
+                        given = copy.deepcopy(publications)
+                        outcomes.append(await publish.publish_in_session(store, given, BEGIN, session))
+                except TaskRunning as error:
+                    outcomes.append(str(error))
+            after.append({document["_id"]: document for document in await store.find({}, {})})
+    finally:
+        for store in (alone, together):
+            await store.close()
+    assert outcomes[0] == outcomes[1]
+    assert after[0] == after[1]
+    assert isinstance(outcomes[0], str) == ("not_update_running" in change)
+    if not isinstance(outcomes[0], str):
+        assert any(each.updated or each.throttled for each in outcomes[0])
+        assert one_by_one["together"] < one_by_one["alone"] / 10
+
+
+def _drawn(change: dict[str, Any]) -> tuple[list[Document], list[Publication]]:
+    """Documents that are there, and what is published. Some of it is new, and nothing changes in others."""
+    documents = [_stored(document) for document in Documents(f"{SEED} {change}", BEGIN).draw(_COUNT)]
+    there = [{**document, "publish_id": ObjectId()} for n, document in enumerate(documents) if n % 10]
+    configuration = Configuration(option=TaskOption()).changed(**change)
+    return there, [
+        Publication(
+            "job",
+            document["key"],
+            {"n": n % 3, "data": {"$gt": [n, "$$ROOT"], "a.b": "$_id"}} if n % 4 else {"n": 1},
+            replace(configuration),  # equal to the others', and not the same
+            number=n + 1,
+            trace={"traceparent": f"$trace {n}"} if n % 2 else None,
+        )
+        for n, document in enumerate(documents)
+    ]
 
 
 def _stored(document: Document) -> Document:
