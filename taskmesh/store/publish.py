@@ -454,7 +454,7 @@ async def _change_existing(store: Store, publication: Publication, now: datetime
 
 @contextmanager
 def _told_if_too_large(publications: Sequence[Publication]) -> Iterator[None]:
-    """Say of which tasks it is true that one of them would be too large."""
+    """Name these tasks, if one of them would be too large."""
     try:
         yield
     except OperationFailure as error:

@@ -104,7 +104,8 @@ async def test_so_is_what_one_transaction_changes(
     there, publications = _drawn(change)
     # Some are asked twice.
     publications += [replace(each, publish_id=ObjectId(), number=1_000 + n) for n, each in enumerate(publications[:9])]
-    outcomes, after = [], []
+    outcomes: list[list[Published] | str] = []
+    after = []
     try:
         for store in (alone, together):
             await store.driver.collection(store.tasks).insert_many(there)
