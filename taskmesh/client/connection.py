@@ -26,7 +26,7 @@ from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.mongodb.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.numbers import Numbers
 from taskmesh.store.payloads import Payloads
-from taskmesh.store.publish import Changes
+from taskmesh.store.publish import Changes, Existing
 from taskmesh.store.relations.dependencies import Links
 
 logger = logging.getLogger("taskmesh.connection")
@@ -59,6 +59,7 @@ class Connection:
     _registry: Registry
     _acceptance: Acceptance
     _links: Links
+    _existing: Existing
     _changes: Changes
 
     def __init__(self, client: Any, database: str, collection: str, payloads: Payloads | None = None) -> None:
@@ -134,6 +135,7 @@ class Connection:
         self._registry = Registry(store)
         self._acceptance = Acceptance(store, clock, self._registry)
         self._links = Links(store)
+        self._existing = Existing(store)
         self._changes = Changes(store)
 
     async def create_what_is_missing(self) -> None:
@@ -258,6 +260,12 @@ class Connection:
         """Links publications in lines, and with dependencies, to other tasks. Raises as `store` does."""
         _ = self.store
         return self._links
+
+    @property
+    def existing(self) -> Existing:
+        """Reads what publications are going to change. Raises as `store` does."""
+        _ = self.store
+        return self._existing
 
     @property
     def changes(self) -> Changes:

@@ -239,13 +239,14 @@ class Publisher:
         publish_id = new_id()
         given = configuration.given_after
         # Dependencies of an existing task need not be repeated. Publications in the caller's transaction cannot be seen here.
-        afters = await self._afters(definition.name, keys) if given is None else {}
+        existing = await self._existing(definition.name, keys) if given is None else {}
         otherwise = After() if given is None and configuration.session is None else given
         publications: list[Publication] = []
         for key, params in zip(keys, all_params, strict=True):
             checked_key(key)
+            seen = existing.get(key)
             try:
-                stored, size = definition.to_store(params, afters.get(key, otherwise))
+                stored, size = definition.to_store(params, _after_of(seen, otherwise))
             except (InvalidParams, TaskTooLarge) as error:
                 if len(keys) == 1:
                     raise
@@ -254,6 +255,7 @@ class Publisher:
             publication = self.new_publication(
                 definition, key, stored, configuration, size, apart=True, publish_id=publish_id
             )
+            publication.seen = seen
             if first_number is not None:
                 publication.number = first_number + len(publications)
             publications.append(publication)
@@ -459,12 +461,12 @@ class Publisher:
 
     async def after_of(self, name: str, key: str) -> After | None:
         """Return what a task waits for, or has waited for: some of its params may come from that. None: unknown."""
-        return (await self._afters(name, [key])).get(key)
+        return _after_of((await self._existing(name, [key])).get(key), None)
 
-    async def _afters(self, name: str, keys: Sequence[str]) -> dict[str, After]:
-        """Return that for each of these tasks for which it is known, by key."""
+    async def _existing(self, name: str, keys: Sequence[str]) -> dict[str, Document]:
+        """Return what stands under these keys, by key."""
         key_of = {task_id(name, key): key for key in keys}
-        found = await self._connection.links.afters(key_of)
+        found = await self._connection.existing.read(key_of)
         return {key: found[id_] for id_, key in key_of.items() if id_ in found}
 
     def publication_of(
@@ -585,6 +587,11 @@ def _end_is_announced(configuration: Configuration) -> bool:
 def _throttled(configuration: Configuration, publication: Publication) -> str:
     label, ms = f"task {publication.name!r} {publication.key!r}", configuration.throttle_ms
     return f"{label} was published less than {ms} ms ago (throttle_ms), so this publication did nothing"
+
+
+def _after_of(task: Document | None, otherwise: After | None) -> After | None:
+    """Return what a task waits for, if it exists and its publisher has said."""
+    return otherwise if task is None or task.get("after") is None else After.of(task["after"])
 
 
 def _check_no_circle(publications: Sequence[Publication]) -> None:

@@ -23,10 +23,10 @@ from taskmesh.store import rules
 from taskmesh.store.control import NOT_DELETED, values_kept
 from taskmesh.store.grouped import Grouped
 from taskmesh.store.mongodb.driver import CODEC, Document
-from taskmesh.store.mongodb.server_errors import DOCUMENT_TOO_LARGE, Code, is_passing
+from taskmesh.store.mongodb.server_errors import DOCUMENT_TOO_LARGE, Code, is_passing, patiently
 from taskmesh.store.numbers import number_at
 from taskmesh.store.pipeline import repeated
-from taskmesh.store.pipeline.by_id import own_value
+from taskmesh.store.pipeline.by_id import in_parts, own_value
 from taskmesh.store.pipeline.event_stamp import stamp
 from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.pipeline.restart import (
@@ -109,10 +109,13 @@ async def publish(
 
     async def publish_batches() -> None:
         for batch in batches:
-            duplicates = await _insert(store, [publications[i] for i in batch], now, alone=alone, turns=turns)
-            existing = [i for place, i in enumerate(batch) if place in duplicates]
-            results.update({i: _CREATED for place, i in enumerate(batch) if place not in duplicates})
-            results.update(await _treat_existing(store, {i: publications[i] for i in existing}, now, changes, refused))
+            # What is known to exist need not be inserted.
+            new = [i for i in batch if publications[i].seen is None]
+            asked = [publications[i] for i in new]
+            duplicates = await _insert(store, asked, now, alone=alone, turns=turns) if new else set()
+            results.update({i: _CREATED for place, i in enumerate(new) if place not in duplicates})
+            existing = {i: publications[i] for i in batch if i not in results}
+            results.update(await _treat_existing(store, existing, now, changes, refused))
 
     if turns is None:
         await publish_batches()
@@ -208,15 +211,15 @@ async def _treat_existing(
         i: publication for i, publication in existing.items() if not publication.configuration.changes_existing
     }
     results = await _replace_forgotten(store, untouched, now)
-    changed = {i: _Change(each, now) for i, each in existing.items() if i not in untouched}
+    changed = {i: _Change(each, now, each.seen) for i, each in existing.items() if i not in untouched}
+    for publication in existing.values():
+        publication.seen = None  # a second attempt reads it again
     together = await changes.of(list(changed.values())) if changed else {}
     results |= {i: together[change] for i, change in changed.items() if change in together}
     others = [i for i, change in changed.items() if change not in together]
     for start in range(0, len(others), _CHANGED_AT_ONCE):
         chunk = others[start : start + _CHANGED_AT_ONCE]
-        outcomes = await asyncio.gather(
-            *(_change_existing(store, existing[i], now) for i in chunk), return_exceptions=True
-        )
+        outcomes = await asyncio.gather(*(_change_existing(store, changed[i]) for i in chunk), return_exceptions=True)
         for i, outcome in zip(chunk, outcomes, strict=True):
             if isinstance(outcome, TaskRunning):
                 refused.append(outcome)
@@ -228,9 +231,30 @@ async def _treat_existing(
 
 
 async def _existing(store: Store, ids: list[str]) -> list[Document]:
-    """Read the fields by which a publish recognises its own tasks, and whether the tasks are past their retention."""
-    fields = {**repeated.FIELDS, "forgotten": rules.is_forgotten(store.now)}
+    """Read the fields by which a publish recognises its own tasks, and whether the tasks are past their retention.
+
+    Also what they wait for, or have waited for, if their publishers have said (`after`).
+    """
+    fields = {**repeated.FIELDS, "forgotten": rules.is_forgotten(store.now), "after": "$task_state.after"}
     return await store.find({"_id": {"$in": ids}}, fields) if ids else []
+
+
+class Existing(Grouped[str, Document]):
+    """Reads what stands under keys before publications change it; what is asked at one moment together."""
+
+    async def read(self, ids: Collection[str]) -> Mapping[str, Document]:
+        """Return what there is, except for what is past its retention; perhaps of others as well.
+
+        Tries again while the database is unreliable.
+        """
+        return await patiently(lambda: self.of(ids))
+
+    async def call(self, ids: Sequence[str]) -> Mapping[str, Document]:
+        """See `read`."""
+        found: dict[str, Document] = {}
+        for part in in_parts(ids):
+            found |= {task["_id"]: task for task in await _existing(self._store, part) if not task["forgotten"]}
+        return found
 
 
 async def _replace_forgotten(store: Store, existing: dict[int, Publication], now: datetime) -> dict[int, Published]:
@@ -300,10 +324,11 @@ def _afresh(publication: Publication, now: datetime, at: rules.Expression) -> li
 
 @dataclass(slots=True, eq=False)
 class _Change:
-    """What a publication asks of an existing task. `now`: the time of the call."""
+    """What a publication asks of an existing task. `now`: the time of the call. `seen`: see `Publication.seen`."""
 
     publication: Publication
     now: datetime
+    seen: Document | None = None
 
 
 class Changes(Grouped[_Change, Published]):
@@ -368,14 +393,17 @@ def _encoded_marks(publication: Publication) -> bytes:
 async def _change_together(store: Store, changes: Sequence[_Change]) -> dict[_Change, Published]:
     """Change existing tasks in the same way, in one command. Return those of which it is known what came of them."""
     of = {change.publication.id: change for change in changes}
+    read = await _existing(store, [id_ for id_, change in of.items() if change.seen is None])
     found = {
         task["_id"]: task
-        for task in await _existing(store, list(of))
+        for task in (*read, *(change.seen for change in changes if change.seen is not None))
         if not task["forgotten"] and _already(of[task["_id"]].publication, task) is None
     }
     changing = {id_: of[id_] for id_ in found}
     if len(changing) < _FEWEST_TOGETHER:
         return {}
+    for change in changing.values():
+        change.seen = None  # from now on it may have changed
     unanswered = {id_ for id_, change in changing.items() if change.publication.sent_to is not None}
     for id_, change in changing.items():
         change.publication.sent_to = repeated.same(found[id_])
@@ -411,10 +439,12 @@ async def _change_together(store: Store, changes: Sequence[_Change]) -> dict[_Ch
     return results
 
 
-async def _change_existing(store: Store, publication: Publication, now: datetime) -> Published:
+async def _change_existing(store: Store, change: _Change) -> Published:
     """Update an existing task as its publication asks."""
+    publication, now = change.publication, change.now
     for _ in range(10):
-        found = await _existing(store, [publication.id])
+        found = await _existing(store, [publication.id]) if change.seen is None else [change.seen]
+        change.seen = None
         if not found:  # deleted in between
             if not await _insert(store, [publication], now):
                 return _CREATED

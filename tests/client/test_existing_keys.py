@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from taskmesh import InvalidOption, Status, TaskFailed, TaskMesh, TaskOption, TaskRunning, current_task
+from taskmesh.store.publish import Existing
 from tests.faults import another_mesh, failing_commands
 from tests.waiting import eventually
 from tests.working import finished, status_is, working
@@ -347,6 +348,42 @@ async def test_a_change_of_many_is_made_to_a_task_that_was_published_anew_just_b
     assert [(handle.created, handle.updated) for handle in again] == [(False, True)] * 3
     stored = {task.key: (task.params or {})["n"] async for task in mesh.find("job", params=True)}
     assert stored == dict.fromkeys(keys, 3)
+
+
+@pytest.mark.parametrize("keys", ["a", "abc"], ids=["one", "several"])
+@pytest.mark.parametrize("setting", ["run_again", "update_existing_params", "clean_failed"])
+async def test_a_change_reaches_what_stands_there_however_outdated_what_was_read_of_it(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, keys: str, setting: str
+) -> None:
+    @mesh.task
+    async def job(n: int) -> None: ...
+
+    how: Any = {setting: True, "update_existing_params": True}
+    read = Existing.read
+    for meanwhile in ("deleted", "anew", "changed", "created"):
+        if meanwhile != "created":
+            await job.publish_many({key: {"n": 1} for key in keys})
+
+        async def outdated(existing: Existing, ids: Any, meanwhile: str = meanwhile) -> Any:
+            while_changed.undo()
+            found = await read(existing, ids)
+            if meanwhile in ("deleted", "anew"):
+                await mesh.delete("job", "a")
+            if meanwhile != "deleted":
+                await job.configure(update_existing_params=True).publish("a", n=2)
+            return found
+
+        with monkeypatch.context() as while_changed:
+            while_changed.setattr(Existing, "read", outdated)
+            handles = await job.configure(**how).publish_many({key: {"n": 3} for key in keys})
+        new = {"deleted": "a", "created": keys[1:]}.get(meanwhile, "")
+        assert {handle.key: (handle.created, handle.updated) for handle in handles} == {
+            key: (key in new, key not in new) for key in keys
+        }
+        stored = {task.key: task.params async for task in mesh.find("job", params=True)}
+        assert stored == {key: {"n": 3} for key in keys}
+        for key in keys:
+            await mesh.delete("job", key)
 
 
 async def test_what_is_equal_to_python_alone_is_stored_as_each_publisher_of_one_moment_says(mesh: TaskMesh) -> None:

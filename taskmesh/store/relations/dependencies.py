@@ -24,7 +24,7 @@ from typing import Any
 import anyio
 from pymongo.errors import OperationFailure, PyMongoError
 
-from taskmesh.model.dependency import After, label
+from taskmesh.model.dependency import label
 from taskmesh.model.errors import TaskNotFound
 from taskmesh.store import find, rules
 from taskmesh.store.grouped import Grouped
@@ -125,17 +125,6 @@ async def there(store: Store, ids: Collection[str], session: Any = None) -> set[
     return found
 
 
-async def afters(store: Store, ids: Collection[str]) -> dict[str, After]:
-    """Return what these tasks wait for, or have waited for, as far as they exist and their publishers have said."""
-    tasks = store.driver.collection(store.tasks)
-    told = {"task_state.after": {"$exists": True}, "$expr": {"$not": [rules.is_forgotten(store.now)]}}
-    found: dict[str, After] = {}
-    for part in in_parts(ids):
-        cursor = tasks.find({"_id": {"$in": part}, **told}, {"task_state.after": 1}, batch_size=MOST_IDS)
-        found |= {task["_id"]: After.of(task["task_state"]["after"]) for task in await cursor.to_list(None)}
-    return found
-
-
 class Leftovers:
     """What can wait once marks have been acted on: to remove these, and lines that are empty. Together, a moment later.
 
@@ -221,16 +210,11 @@ class Links:
     def __init__(self, store: Store) -> None:
         self._leftovers = Leftovers(store)
         self._there = _There(store)
-        self._afters = _Afters(store)
         self._tell = _Tell(store, self._leftovers)
 
     async def check(self, ids: Collection[str]) -> None:
         """Raise `TaskNotFound` unless all these tasks exist. Tries again while the database is unreliable."""
         raise_if_missing(ids, await patiently(lambda: self._there.of(ids)))
-
-    async def afters(self, ids: Collection[str]) -> Mapping[str, After]:
-        """See `afters`; perhaps of others as well. Tries again while the database is unreliable."""
-        return await patiently(lambda: self._afters.of(ids))
 
     async def tell(self, ids: Collection[str]) -> None:
         """See `tell`."""
@@ -244,11 +228,6 @@ class Links:
 class _There(Grouped[str, bool]):
     async def call(self, ids: Sequence[str]) -> Mapping[str, bool]:
         return dict.fromkeys(await there(self._store, ids), True)
-
-
-class _Afters(Grouped[str, After]):
-    async def call(self, ids: Sequence[str]) -> Mapping[str, After]:
-        return await afters(self._store, ids)
 
 
 class _Tell(Grouped[str, None]):
