@@ -358,6 +358,29 @@ async def test_of_more_than_it_may_keep_a_worker_drops_what_is_least_urgent(mesh
         assert len(candidates) < 5_500, "some were dropped"
 
 
+async def test_what_is_found_again_behind_what_was_not_read_is_not_tried_again_once_it_was_taken(
+    mesh: TaskMesh,
+) -> None:
+    """It would be claimed in vain. On a busy machine that happened to most of a backlog."""
+
+    @mesh.task
+    async def job() -> None: ...
+
+    async with working(mesh, "w", concurrency=100) as consumer:
+        candidates, found = parts_of(consumer).candidates, _candidates(10, 0)
+        # Nothing is awaited, so nobody else takes any.
+        candidates.begin_scan()
+        candidates.know_to(None)
+        assert all(map(candidates.offer, found))
+        candidates.begin_scan()
+        candidates.know_to(found[4].rank)  # this one has read fewer
+        assert not any(map(candidates.offer, found))
+        assert candidates.take(10, time.monotonic()) == found
+        candidates.begin_scan()
+        candidates.know_to(None)
+        assert candidates.take(10, time.monotonic()) == []
+
+
 async def test_a_scan_that_found_little_while_there_was_enough_delays_none(mesh: TaskMesh) -> None:
     @mesh.task
     async def job() -> None: ...

@@ -159,10 +159,15 @@ class ClaimQueue:
         taken: list[Candidate] = []
         while len(taken) < count and (candidate := self._next()) is not None:
             if self._held.get(candidate.id) is candidate:
-                del self._held[candidate.id]
-                self._taken.add(candidate.id)
+                self._note_taken(candidate)
                 taken.append(candidate)
         return taken
+
+    def _note_taken(self, candidate: Candidate) -> None:
+        """Remove what is known of a candidate that is about to be tried."""
+        del self._held[candidate.id]
+        self._behind.pop(candidate.id, None)  # it may have been found again, behind what was not read
+        self._taken.add(candidate.id)
 
     def _next(self) -> Candidate | None:
         """Remove and return the next candidate: the best by rank or, if that has a group, one of the group whose turn it is."""
@@ -213,8 +218,7 @@ class ClaimQueue:
         held = [self._held[id_] for id_ in self._settings.loop_ids if id_ in self._held]
         due = [candidate for candidate in held if candidate.due <= now]
         for candidate in due:
-            del self._held[candidate.id]
-            self._taken.add(candidate.id)
+            self._note_taken(candidate)
         return due
 
     def next_loop_due(self) -> float | None:
