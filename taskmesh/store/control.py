@@ -241,16 +241,15 @@ async def set_option(store: Store, id_: str, changes: Document, expected: Docume
     # A field that is not stored has its default, as the reader assumed.
     stored = {name: {"$ifNull": [f"$task_option.{name}", {"$literal": value}]} for name, value in expected.items()}
     same: list[Document] = [{"$eq": [stored[name], {"$literal": value}]} for name, value in expected.items()]
+    mark = dependencies.mark_of_option(changes, store.now)
+    # If its retention may begin now.
+    marked: list[Document] = [{"$set": {"task_state": mark}}] if mark else []
     # The new option, and a stamp that wakes the workers: the change may have opened a gate.
     stages = [*option_stages(changes, store.now), {"$set": {"event": stamp("option_changed", store.now)}}]
-    retention_changes = not changes.keys().isdisjoint(("retain_success_ms", "retain_failed_ms"))
-    if retention_changes:
-        # If it is kept for its dependents, it is checked at once whether its retention may begin.
-        stages.append({"$set": {"task_state.ask_time": dependencies.mark_of_retention(store.now)}})
+    pipeline = [*marked, *stages, *prepared(rules.derivation, store.now)]
     standing = {"$not": [rules.is_forgotten(store.now)]}
-    pipeline = [*stages, *prepared(rules.derivation, store.now)]
     changed = await _change(store, id_, {"$and": [standing, *same]}, pipeline)
-    await dependencies.tell(store, [id_] if changed and retention_changes else [])
+    await dependencies.tell(store, [id_] if changed and mark else [])
     return changed
 
 

@@ -847,6 +847,7 @@ def _new_wish(publication: Publication, own: Mapping[str, rules.Expression], at:
         state["expire_time"] = configuration.expire_time
     if publication.loop is not None and (interval_ms := publication.loop.get("interval_ms")) is not None:
         state["resume_time"] = _runs_again(interval_ms, at)
+    state |= dependencies.mark_of_option(configuration.tuned, at)
     changes: Document = {"params": {"$cond": ["$_before.params_follow", params, "$params"]}, "task_state": state}
     changes |= {name: {"$literal": value} for name, value in publication.marks.items()}
     if configuration.tags == ():

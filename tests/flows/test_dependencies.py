@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -267,12 +268,23 @@ async def test_d15_what_is_waited_for_is_kept_and_its_retention_begins_when_nobo
         await eventually(gone, 30.0)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-async def test_what_was_kept_for_ever_and_for_others_may_still_get_a_retention(mesh: TaskMesh, fails: bool) -> None:
+@pytest.mark.parametrize("published", [False, True], ids=["set_option", "publish"])
+@pytest.mark.parametrize("fails", [False, True], ids=["SUCCESS", "FAIL"])
+async def test_what_was_kept_for_ever_and_for_others_may_still_get_a_retention(
+    mesh: TaskMesh, fails: bool, published: bool
+) -> None:
     name = "retain_failed_ms" if fails else "retain_success_ms"
     shorter: dict[str, Any] = {name: 0}
     longer: dict[str, Any] = {name: 3_600_000}
     part, join = define(mesh)
+
+    async def retain(key: str, retention: dict[str, Any]) -> None:
+        if published:
+            again = part.configure(update_existing_params=True, **retention)
+            assert [(await again.publish(key, broken=fails)).updated for _ in range(2)] == [True, False]
+        else:
+            await mesh.set_option("part", key, **retention)
+
     waits = join.configure(start_time=datetime.now(UTC) + timedelta(hours=1), on_dependency_failure="run")
     kept = {
         key: await part.configure(retain_success_ms=None, retain_failed_ms=None).publish(key, broken=fails)
@@ -281,7 +293,7 @@ async def test_what_was_kept_for_ever_and_for_others_may_still_get_a_retention(m
     handles = {key: await waits.configure(after=[each]).publish(key) for key, each in kept.items()}
     await drained(mesh)
 
-    await mesh.set_option("part", "meanwhile", **shorter)
+    await retain("meanwhile", shorter)
     assert [(await each.task()).delete_time for each in kept.values()] == [None, None], "join still waits for them"
     for key in handles:
         await mesh.retry("join", key)  # it need not wait for its time any more
@@ -290,14 +302,19 @@ async def test_what_was_kept_for_ever_and_for_others_may_still_get_a_retention(m
     assert ended is not None
     assert (await kept["afterwards"].task()).delete_time is None, "it is kept for ever"
 
-    await mesh.set_option("part", "afterwards", **longer)
-    assert (await kept["afterwards"].task()).delete_time == ended + timedelta(hours=1)
+    await retain("afterwards", longer)
+    if not published:
+        assert (await kept["afterwards"].task()).delete_time == ended + timedelta(hours=1)
     async with working(mesh, "w1"):
 
-        async def gone() -> bool:
-            return {task.key async for task in mesh.find("part")} == {"afterwards"}
+        async def ends() -> dict[str, datetime | None]:
+            return {task.key: task.delete_time async for task in mesh.find("part")}
 
-        await eventually(gone)
+        await eventually(lambda: _is({"afterwards": ended + timedelta(hours=1)}, ends()))
+
+
+async def _is(wanted: object, found: Awaitable[object]) -> bool:
+    return await found == wanted
 
 
 async def test_a_handler_publishes_what_waits_for_others_with_its_success(mesh: TaskMesh) -> None:

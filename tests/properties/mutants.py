@@ -424,10 +424,8 @@ def asked() -> Iterator[tuple[str, Mutant]]:
     )
     yield "a link leaves the retention running", result(dependencies, linking, "task_state.released_time", "nothing")
     yield "what is kept is asked about too early", result(dependencies, linking, 1_000, 999)
-    yield (
-        "what is kept is not asked about when its retention changes",
-        result(dependencies, "mark_of_retention", rules.next_mark(rules.NOW), rules.ASK_TIME),
-    )
+    kept_anew = "what is kept is not asked about when its retention changes"
+    yield kept_anew, replaced(dependencies, "mark_of_option", lambda *_: {})
     yield "whoever waits fails with what it waits for", _linked(_WANTS_TO_FAIL, {"status": "INIT"})
     yield "what failed because of others is restored", _linked(_FAILED_BY_IT, {"status": "FAIL"})
     yield "a dependency that failed has succeeded", replaced(dependencies, "_ends", _all_succeeded)

@@ -135,7 +135,7 @@ class Oracle:
         if asked.update_existing_params or again:
             self._take_params(wish.params, asked.placed, now, again=again)
             self.state.update({name: time for name, time in times.items() if time is not None or again})
-            self.document["task_option"].update(asked.tuned)
+            self._tune(asked.tuned, now)
         if again:
             if asked.sequence_key is not None and self.document["status"] not in ("INIT", "RUNNING"):
                 self.state.update(self._line(asked))
@@ -567,17 +567,24 @@ class Oracle:
     def set_option(self, changes: Document, now: datetime) -> bool:
         if self.document is None or self.forgotten(now):
             return False
-        self.document["task_option"].update(changes)
+        self._tune(changes, now)
         if "specific_worker_ids" in changes:
             allowed = changes["specific_worker_ids"]
             excluded = [entry for entry in self.live(now) if allowed and entry["worker_id"] not in allowed]
             self.state["leaving"] = self.sent_away(now, excluded)
             self.drop(excluded)
-        held = self.document.get("finish_time") is not None and self.state.get("released_time") is None
-        if held and self.reading.dependents and changes.keys() & {"retain_success_ms", "retain_failed_ms"}:
-            self.state["ask_time"] = now + ms(1) if self.state.get("ask_time") == now else now
         self.stamp(now, "option_changed")
         return True
+
+    def _tune(self, changes: Mapping[str, Any], now: datetime) -> None:
+        """Set options. If others have waited for it, a new retention may begin at once."""
+        assert self.document is not None
+        option = self.document["task_option"]
+        differs = any(option.get(name) != changes[name] for name in changes if name.startswith("retain"))
+        option.update(changes)
+        held = self.document.get("finish_time") is not None and self.state.get("released_time") is None
+        if differs and held and self.reading.dependents:
+            self.state["ask_time"] = now + ms(1) if self.state.get("ask_time") == now else now
 
     def delete(self, now: datetime) -> bool:
         if self.document is None:

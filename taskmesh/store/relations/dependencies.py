@@ -447,12 +447,17 @@ _is_held: rules.Expression = {
 """Whether it is kept for its dependents."""
 
 
-def mark_of_retention(now: rules.Expression) -> rules.Expression:
-    """Return the mark of a task whose retention is changed: what is kept for its dependents is checked now.
+def mark_of_option(changes: Mapping[str, Any], now: rules.Expression) -> Document:
+    """Return what has to be set in `task_state` before the task's option is changed so. Nothing, if its retention stays.
 
-    It may have no mark so far, if it was to be kept for ever, or one far ahead.
+    What is kept for its dependents is checked then: it may have no mark so far, if it was to be kept for ever, or one far ahead.
     """
-    return {"$cond": [_is_held, rules.next_mark(now), {"$ifNull": [rules.ASK_TIME, "$$REMOVE"]}]}
+    retention = {name: value for name, value in changes.items() if name in ("retain_success_ms", "retain_failed_ms")}
+    if not retention:
+        return {}
+    differs = {"$or": [{"$ne": [f"$task_option.{name}", {"$literal": value}]} for name, value in retention.items()]}
+    checked = {"$and": [differs, _is_held]}
+    return {"ask_time": {"$cond": [checked, rules.next_mark(now), {"$ifNull": [rules.ASK_TIME, "$$REMOVE"]}]}}
 
 
 async def _fail_those_with_failures(store: Store, marked: Sequence[_Marked], concerned: set[str]) -> bool:
