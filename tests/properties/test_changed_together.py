@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -45,87 +46,84 @@ _CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+Publish = Callable[[Store, Sequence[Publication]], Awaitable[Any]]
+"""How all of it is published. What that returns is compared."""
+
+
+class Compared:
+    """Two stores: in one, `together` (a function of `publish`) leaves all to `one`."""
+
+    def __init__(self, uri: str, database: str, patch: pytest.MonkeyPatch, together: str, one: str) -> None:
+        self._stores = [PatientStore(uri, database, name, now=BEGIN) for name in ("alone", "together")]
+        change_together, change_one = getattr(publish, together), getattr(publish, one)
+        self.one_by_one = Counter[str]()
+        """How many were left to `one`, by store."""
+
+        async def unless_alone(store: Store, *arguments: Any) -> dict[Any, Published]:
+            return {} if store.tasks == "alone" else await change_together(store, *arguments)
+
+        async def counted(store: Store, *arguments: Any) -> Any:
+            self.one_by_one[store.tasks] += 1
+            return await change_one(store, *arguments)
+
+        patch.setattr(publish, together, unless_alone)
+        patch.setattr(publish, one, counted)
+
+    async def publish(self, there: Sequence[Document], publications: Sequence[Publication], how: Publish) -> Any:
+        """Publish in both. Return what came of it in each, after comparing what is stored then."""
+        outcomes, after = [], []
+        try:
+            for store in self._stores:
+                await store.driver.collection(store.tasks).insert_many(copy.deepcopy(there))
+                outcomes.append(await how(store, copy.deepcopy(publications)))
+                after.append({document["_id"]: document for document in await store.find({}, {})})
+        finally:
+            for store in self._stores:
+                await store.close()
+        assert outcomes[0] == outcomes[1]
+        assert after[0] == after[1]
+        # What looks like an operator or a field's name is data.
+        assert all(task["params"].get("data", _DATA).keys() == _DATA.keys() for task in after[1].values())
+        return outcomes[0]
+
+
 @pytest.mark.parametrize("change", _CHANGES.values(), ids=_CHANGES)
 async def test_what_is_changed_together_is_changed_as_each_alone(
     mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
-    alone, together = (PatientStore(mongo_uri, database, name, now=BEGIN) for name in ("alone", "together"))
-    one_by_one: dict[str, int] = {}
-    change_together, change_existing = publish._change_together, publish._change_existing
+    async def at_one_moment(store: Store, publications: Sequence[Publication]) -> list[Any]:
+        changes = publish.Changes(store)
+        calls = (publish.publish(store, [each], BEGIN + ms(n), changes) for n, each in enumerate(publications))
+        published = await asyncio.gather(*calls, return_exceptions=True)
+        return [str(each) if isinstance(each, TaskRunning) else each for each in published]
 
-    async def unless_alone(store: Store, *arguments: Any) -> dict[Any, Published]:
-        return {} if store is alone else await change_together(store, *arguments)
-
-    async def counted(store: Store, *arguments: Any) -> Published:
-        one_by_one[store.tasks] = one_by_one.get(store.tasks, 0) + 1
-        return await change_existing(store, *arguments)
-
-    monkeypatch.setattr(publish, "_change_together", unless_alone)
-    monkeypatch.setattr(publish, "_change_existing", counted)
-    there, publications = _drawn(change)
-    outcomes, after = [], []
-    try:
-        for store in (alone, together):
-            await store.driver.collection(store.tasks).insert_many(there)
-            changes = publish.Changes(store)
-            given = enumerate(copy.deepcopy(publications))
-            calls = (publish.publish(store, [each], BEGIN + ms(n), changes) for n, each in given)
-            published = await asyncio.gather(*calls, return_exceptions=True)
-            outcomes.append([str(each) if isinstance(each, TaskRunning) else each for each in published])
-            after.append({document["_id"]: document for document in await store.find({}, {})})
-    finally:
-        for store in (alone, together):
-            await store.close()
-    assert outcomes[0] == outcomes[1]
-    assert after[0] == after[1]
-    # What looks like an operator or a field's name is data.
-    assert all(task["params"].get("data", _DATA).keys() == _DATA.keys() for task in after[1].values())
-    changed = any(isinstance(each, list) and each[0].updated for each in outcomes[0])
-    assert not changed or one_by_one.get("together", 0) < one_by_one["alone"]
+    compared = Compared(mongo_uri, database, monkeypatch, "_change_together", "_change_existing")
+    outcomes = await compared.publish(*_drawn(change), at_one_moment)
+    changed = any(isinstance(each, list) and each[0].updated for each in outcomes)
+    assert not changed or compared.one_by_one["together"] < compared.one_by_one["alone"]
 
 
 @pytest.mark.parametrize("change", _CHANGES.values(), ids=_CHANGES)
 async def test_so_is_what_one_transaction_changes(
     mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
-    alone, together = (PatientStore(mongo_uri, database, name, now=BEGIN) for name in ("alone", "together"))
-    one_by_one: dict[str, int] = {}
-    change_together, change_one = publish._change_together_in_session, publish._change_one_in_session
+    async def in_a_transaction(store: Store, publications: Sequence[Publication]) -> list[Published] | str:
+        async with store.driver.client.start_session() as session:
+            try:
+                async with await session.start_transaction():
+                    return await publish.publish_in_session(store, publications, BEGIN, session)
+            except TaskRunning as error:
+                return str(error)
 
-    async def unless_alone(store: Store, *arguments: Any) -> dict[str, Published]:
-        return {} if store is alone else await change_together(store, *arguments)
-
-    async def counted(store: Store, *arguments: Any) -> Published:
-        one_by_one[store.tasks] = one_by_one.get(store.tasks, 0) + 1
-        return await change_one(store, *arguments)
-
-    monkeypatch.setattr(publish, "_change_together_in_session", unless_alone)
-    monkeypatch.setattr(publish, "_change_one_in_session", counted)
+    compared = Compared(mongo_uri, database, monkeypatch, "_change_together_in_session", "_change_one_in_session")
     there, publications = _drawn(change)
     # Some are asked twice.
     publications += [replace(each, publish_id=ObjectId(), number=1_000 + n) for n, each in enumerate(publications[:9])]
-    outcomes: list[list[Published] | str] = []
-    after = []
-    try:
-        for store in (alone, together):
-            await store.driver.collection(store.tasks).insert_many(there)
-            async with store.driver.client.start_session() as session:
-                try:
-                    async with await session.start_transaction():
-                        given = copy.deepcopy(publications)
-                        outcomes.append(await publish.publish_in_session(store, given, BEGIN, session))
-                except TaskRunning as error:
-                    outcomes.append(str(error))
-            after.append({document["_id"]: document for document in await store.find({}, {})})
-    finally:
-        for store in (alone, together):
-            await store.close()
-    assert outcomes[0] == outcomes[1]
-    assert after[0] == after[1]
-    assert isinstance(outcomes[0], str) == ("not_update_running" in change)
-    if not isinstance(outcomes[0], str):
-        assert any(each.updated or each.throttled for each in outcomes[0])
-        assert one_by_one["together"] < one_by_one["alone"] / 10
+    outcome = await compared.publish(there, publications, in_a_transaction)
+    assert isinstance(outcome, str) == ("not_update_running" in change)
+    if not isinstance(outcome, str):
+        assert any(each.updated or each.throttled for each in outcome)
+        assert compared.one_by_one["together"] < compared.one_by_one["alone"] / 10
 
 
 def _drawn(change: dict[str, Any]) -> tuple[list[Document], list[Publication]]:
