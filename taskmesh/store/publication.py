@@ -55,7 +55,7 @@ class Publication:
     number: int = 0
     """Its place in the order of publication, once it has one."""
     seen: Document | None = None
-    """What stood under its key when the call began, if that was read: then a change need not read it again."""
+    """What stood under its key when the call began, if that was read: then its first attempt need not read it again."""
     sent_to: Document | None = None
     """The existing task to which a change was sent whose answer is missing. The change is repeated for no other task."""
 

@@ -211,15 +211,15 @@ async def _treat_existing(
         i: publication for i, publication in existing.items() if not publication.configuration.changes_existing
     }
     results = await _replace_forgotten(store, untouched, now)
-    changed = {i: _Change(each, now, each.seen) for i, each in existing.items() if i not in untouched}
-    for publication in existing.values():
-        publication.seen = None  # a second attempt reads it again
+    changed = {i: _Change(each, now) for i, each in existing.items() if i not in untouched}
     together = await changes.of(list(changed.values())) if changed else {}
     results |= {i: together[change] for i, change in changed.items() if change in together}
     others = [i for i, change in changed.items() if change not in together]
     for start in range(0, len(others), _CHANGED_AT_ONCE):
         chunk = others[start : start + _CHANGED_AT_ONCE]
-        outcomes = await asyncio.gather(*(_change_existing(store, changed[i]) for i in chunk), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(_change_existing(store, existing[i], now) for i in chunk), return_exceptions=True
+        )
         for i, outcome in zip(chunk, outcomes, strict=True):
             if isinstance(outcome, TaskRunning):
                 refused.append(outcome)
@@ -324,11 +324,10 @@ def _afresh(publication: Publication, now: datetime, at: rules.Expression) -> li
 
 @dataclass(slots=True, eq=False)
 class _Change:
-    """What a publication asks of an existing task. `now`: the time of the call. `seen`: see `Publication.seen`."""
+    """What a publication asks of an existing task. `now`: the time of the call."""
 
     publication: Publication
     now: datetime
-    seen: Document | None = None
 
 
 class Changes(Grouped[_Change, Published]):
@@ -393,20 +392,20 @@ def _encoded_marks(publication: Publication) -> bytes:
 async def _change_together(store: Store, changes: Sequence[_Change]) -> dict[_Change, Published]:
     """Change existing tasks in the same way, in one command. Return those of which it is known what came of them."""
     of = {change.publication.id: change for change in changes}
-    read = await _existing(store, [id_ for id_, change in of.items() if change.seen is None])
+    seen = {id_: change.publication.seen for id_, change in of.items()}
+    read = await _existing(store, [id_ for id_, task in seen.items() if task is None])
     found = {
         task["_id"]: task
-        for task in (*read, *(change.seen for change in changes if change.seen is not None))
+        for task in (*read, *filter(None, seen.values()))
         if not task["forgotten"] and _already(of[task["_id"]].publication, task) is None
     }
     changing = {id_: of[id_] for id_ in found}
     if len(changing) < _FEWEST_TOGETHER:
         return {}
-    for change in changing.values():
-        change.seen = None  # from now on it may have changed
     unanswered = {id_ for id_, change in changing.items() if change.publication.sent_to is not None}
     for id_, change in changing.items():
         change.publication.sent_to = repeated.same(found[id_])
+        change.publication.seen = None  # whoever asks again reads what has become of it
     first = next(iter(changing.values()))
     known = own_value(list(found), [task.get("publish_id") for task in found.values()])
     made = repeated.has_change(own_value(list(found), [each.publication.publish_id for each in changing.values()]))
@@ -439,12 +438,11 @@ async def _change_together(store: Store, changes: Sequence[_Change]) -> dict[_Ch
     return results
 
 
-async def _change_existing(store: Store, change: _Change) -> Published:
+async def _change_existing(store: Store, publication: Publication, now: datetime) -> Published:
     """Update an existing task as its publication asks."""
-    publication, now = change.publication, change.now
     for _ in range(10):
-        found = await _existing(store, [publication.id]) if change.seen is None else [change.seen]
-        change.seen = None
+        seen, publication.seen = publication.seen, None
+        found = await _existing(store, [publication.id]) if seen is None else [seen]
         if not found:  # deleted in between
             if not await _insert(store, [publication], now):
                 return _CREATED

@@ -156,9 +156,9 @@ async def test_params_that_are_large_together_go_in_several_commands(
     alone: list[str] = []
     change_existing = publish._change_existing
 
-    async def noted(store: Store, change: Any) -> Published:
-        alone.append(change.publication.key)
-        return await change_existing(store, change)
+    async def noted(store: Store, publication: Publication, now: datetime) -> Published:
+        alone.append(publication.key)
+        return await change_existing(store, publication, now)
 
     monkeypatch.setattr(publish, "_change_existing", noted)
     configuration = Configuration(option=TaskOption()).changed(update_existing_params=True)
