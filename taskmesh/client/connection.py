@@ -28,6 +28,7 @@ from taskmesh.store.numbers import Numbers
 from taskmesh.store.payloads import Payloads
 from taskmesh.store.publish import Changes, Existing
 from taskmesh.store.relations.dependencies import Links
+from taskmesh.store.signals import Signals
 
 logger = logging.getLogger("taskmesh.connection")
 
@@ -61,6 +62,7 @@ class Connection:
     _links: Links
     _existing: Existing
     _changes: Changes
+    _signals: Signals
 
     def __init__(self, client: Any, database: str, collection: str, payloads: Payloads | None = None) -> None:
         self.client = client
@@ -137,6 +139,7 @@ class Connection:
         self._links = Links(store)
         self._existing = Existing(store)
         self._changes = Changes(store)
+        self._signals = Signals(store)
 
     async def create_what_is_missing(self) -> None:
         """Do what `open(create=False)` has left out."""
@@ -272,6 +275,12 @@ class Connection:
         """Changes existing tasks as publications ask. Raises as `store` does."""
         _ = self.store
         return self._changes
+
+    @property
+    def signals(self) -> Signals:
+        """Sends signals. Raises as `store` does."""
+        _ = self.store
+        return self._signals
 
     def events(
         self, name: str | None, key: str | None, *, after: str | None, buffer: int = DEFAULT_BUFFER

@@ -183,8 +183,8 @@ class Tasks:
                 f"the payload of signal {event!r} has {size} bytes, more than the {signals.MAX_BYTES} that fit: store it "
                 "elsewhere and send a reference"
             )
-        known_by = signal_id or str(new_id())
-        answer = await self._change(id_, lambda: signals.signal(self._store, id_, event, known_by, stored, size))
+        signal = signals.Signal(id_, event, signal_id or str(new_id()), stored, size)
+        answer = await self._change(id_, lambda: self._connection.signals.send(signal))
         if answer == "absent":
             raise no_such_task(name, key)
         if answer == "finished":

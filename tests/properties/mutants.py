@@ -229,29 +229,35 @@ def records() -> Iterator[tuple[str, Mutant]]:
         yield f"a single record does not look at {condition}", _single_record(condition)
     for condition in ("$size", "running_id", "ping_expire_time"):
         yield f"a single record does not look at the {condition} of entries", _single_record(condition)
-    yield "a signal of a known id comes twice", unguarded("signal", "task_state.signals.id")
-    yield "a signal that was consumed comes again", unguarded("signal", "task_state.steps.signal_id")
-    yield "a signal wakes nobody", written("signal", "suspended_until", "nothing")
-    yield "a signal wakes whoever waits", written("signal", {"$eq": [_WAITS_FOR, ANYTHING]}, True)
-    yield "a signal ends another wait too", written("signal", {"$eq": ["$$this.id", _WAIT]}, True)
-    yield "a signal that ends a wait is lost", written("signal", {"$mergeObjects": ["$$this", ANYTHING]}, "$$this")
-    yield "a signal changes a wait that has ended", written("signal", _HAS_NOT_ENDED, True)
-    yield "a signal adds nothing to its record", written("signal", {"$add": ["$$this.size", ANYTHING]}, "$$this.size")
+    yield "a signal of a known id comes twice", _signalled_again(rules.SIGNALS)
+    yield "a signal that was consumed comes again", _signalled_again(rules.STEPS)
+    yield "a signal wakes nobody", written("signal_alone", "suspended_until", "nothing")
+    yield "a signal wakes whoever waits", written("signal_alone", {"$eq": [_WAITS_FOR, ANYTHING]}, True)
+    yield "a signal ends another wait too", written("signal_alone", {"$eq": ["$$this.id", _WAIT]}, True)
+    yield (
+        "a signal that ends a wait is lost",
+        written("signal_alone", {"$mergeObjects": ["$$this", ANYTHING]}, "$$this"),
+    )
+    yield "a signal changes a wait that has ended", written("signal_alone", _HAS_NOT_ENDED, True)
+    yield (
+        "a signal adds nothing to its record",
+        written("signal_alone", {"$add": ["$$this.size", ANYTHING]}, "$$this.size"),
+    )
     yield (
         "a signal adds nothing to the records",
-        written("signal", {"$add": [_RECORDS_BYTES, ANYTHING]}, _RECORDS_BYTES),
+        written("signal_alone", {"$add": [_RECORDS_BYTES, ANYTHING]}, _RECORDS_BYTES),
     )
-    yield "a mailbox has the size of its last signal", written("signal", *_LAST_SIGNAL)
+    yield "a mailbox has the size of its last signal", written("signal_alone", *_LAST_SIGNAL)
     for name in ("start_time", "resume_time"):
         yield f"who is woken forgets its {name}", result(signals, "_woken", f"$task_state.{name}", None)
-    yield "who is woken may be claimed since it was made", written("signal", *_WOKEN)
+    yield "who is woken may be claimed since it was made", written("signal_alone", *_WOKEN)
     yield (
         "who waits no more is woken",
         result(signals, "_waiting", {"$gt": ["$task_state.suspended_until", ANYTHING]}, {}),
     )
     yield "who has failed is woken as if it had not", result(signals, "_waiting", {"$size": 0}, {"$type": "array"})
-    yield "a full mailbox takes more", sent("signal", lambda q, p: (changed(q, 1_000_000, 9_000_000), p))
-    yield "a finished task takes signals", sent("signal", lambda q, p: (changed(q, ["INIT", "RUNNING"], _ANY), p))
+    yield "a full mailbox takes more", sent("signal_alone", lambda q, p: (changed(q, 1_000_000, 9_000_000), p))
+    yield "a finished task takes signals", sent("signal_alone", lambda q, p: (changed(q, ["INIT", "RUNNING"], _ANY), p))
     yield "who suspends does not look for signals", result(finish, "_suspended", {"$in": ANYTHING}, False)
     yield "who suspends does so for ever", result(finish, "_suspended", {"$getField": ANYTHING}, None)
     yield "who suspends forgets its wait", result(finish, "_suspended", {"$concatArrays": ANYTHING}, rules.STEPS)
@@ -274,12 +280,17 @@ def records() -> Iterator[tuple[str, Mutant]]:
 _OF_A_SINGLE = ("steps_bytes", "timeout_cnt", "expire_time", "leaving")
 _HAS_NOT_ENDED = {"$not": [{"$gt": ["$$this.time", None]}]}
 _RECORDS_BYTES, _SIGNALS_BYTES = "$task_state.steps_bytes", "$task_state.signals_bytes"
-_LAST_SIGNAL = ({"$add": [{"$ifNull": [_SIGNALS_BYTES, 0]}, "$$sent.size"]}, "$$sent.size")
+_LAST_SIGNAL = ({"$add": [{"$ifNull": [_SIGNALS_BYTES, 0]}, "$_sent.size"]}, "$_sent.size")
 _WOKEN = ({"$max": [*(f"$task_state.{name}" for name in ("create_time", "start_time", "resume_time")), ANYTHING]}, None)
 _UNKNOWN = {"$not": [{"$in": [ANYTHING, {"$map": ANYTHING}]}]}
 _LEASE_ENDS = "$$this.ping_expire_time"
 _WAITS_FOR, _WAIT = "$task_state.suspended_for.event", "$task_state.suspended_for.id"
 _ANY = ["INIT", "RUNNING", "SUCCESS", "FAIL", "CANCELLED", "EXPIRED"]
+
+
+def _signalled_again(where: Any) -> Mutant:
+    """A signal that is not looked for in the mailbox, or among what was consumed."""
+    return result(signals, "_is_known", {"$in": ["$$id", {"$map": {"input": where, "in": ANYTHING}}]}, False)
 
 
 def _single_record(condition: str) -> Mutant:
@@ -334,7 +345,7 @@ def stages() -> Iterator[tuple[str, Mutant]]:
     yield "signals are lost on the way to the next stage", replaced(finish, "_moved", _signals_lost)
     yield (
         "a signal that an earlier stage has consumed comes again",
-        unguarded("signal", "task_state.stages.steps.signal_id"),
+        result(signals, "_is_known", {"$anyElementTrue": ANYTHING}, False),
     )
     yield "a later stage serves a wish", result(finish, "reopened_if_requested", restart.of_first_stage("wish"), None)
     yield "a publication changes the params under way", _params_follow(follow=True)

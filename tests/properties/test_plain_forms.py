@@ -20,7 +20,7 @@ import pytest
 from taskmesh.store import Store, finish, rules, steps
 from taskmesh.store.claim import claim
 from taskmesh.store.finish import Outcome
-from taskmesh.store.signals import signal
+from taskmesh.store.signals import Signal, signal_alone
 from tests.chaos.reading import NEVER, ms
 from tests.properties.documents import Documents
 from tests.properties.oracle import Document, Oracle
@@ -216,7 +216,7 @@ async def test_a_signal_that_is_waited_for_is_the_signal_by_the_whole_rule(
         _whole_only(monkeypatch, whole)
         for n, id_ in enumerate(before):
             payload = ({"$n": n}, "$name", n)[n % 3]
-            answers = [await signal(store, id_, "go", f"s{n}", payload, 5) for store in (short, whole)]
+            answers = [await signal_alone(store, Signal(id_, "go", f"s{n}", payload, 5)) for store in (short, whole)]
             assert answers[0] == answers[1]
         after = await _documents(short)
         assert after == await _documents(whole)
@@ -284,7 +284,7 @@ async def test_short_forms_take_the_plain_tasks_and_no_others(
         suspended = plain | {"_id": "job:suspended", "task_state": waiting}
         Oracle(suspended).derive(BEGIN)
         await store.driver.collection(store.tasks).insert_one(_stored(suspended))
-        assert await signal(store, "job:suspended", "go", "s", {"$x": 1}, 1) == "sent"
+        assert await signal_alone(store, Signal("job:suspended", "go", "s", {"$x": 1}, 1)) == "sent"
         assert len(sent) == 1, "a signal to a task that waits for it took the whole form"
         assert await claim(store, ["job:suspended"], "w1", "r3") == 1
         assert len(sent) == 2, "the claim of a task that was put aside took the whole form"

@@ -33,7 +33,7 @@ from taskmesh.store.publish import give_numbers, publish, publish_in_session
 from taskmesh.store.relations import dependencies
 from taskmesh.store.renew import keep_places, ping, still_held
 from taskmesh.store.settle import settle
-from taskmesh.store.signals import signal
+from taskmesh.store.signals import Signal, signal_alone
 from taskmesh.store.steps import record as write_record
 from taskmesh.store.steps import take_signal
 from taskmesh.store.steps import whether_recorded as whether_record_stands
@@ -280,7 +280,7 @@ class World:
 
     async def _signal(self, task: str, event: str, signal_id: str, payload: Any, size: int) -> list[tuple[Any, Any]]:
         expected = self.oracles[task].signal(event, signal_id, payload, size, self.now)
-        actual = await signal(self.store, task, event, signal_id, payload, size)
+        actual = await signal_alone(self.store, Signal(task, event, signal_id, payload, size))
         return [(expected == "sent", actual == "sent"), (expected, actual)]
 
     async def _finish(
