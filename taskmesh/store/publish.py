@@ -22,7 +22,7 @@ from taskmesh.model.errors import TaskRunning, TaskTooLarge
 from taskmesh.store import rules
 from taskmesh.store.control import NOT_DELETED, values_kept
 from taskmesh.store.grouped import Grouped
-from taskmesh.store.mongodb.driver import CODEC, Document
+from taskmesh.store.mongodb.driver import CODEC, TOGETHER_DEADLINE_MS, Document
 from taskmesh.store.mongodb.server_errors import DOCUMENT_TOO_LARGE, Code, is_passing, patiently
 from taskmesh.store.numbers import number_at
 from taskmesh.store.pipeline import repeated
@@ -56,8 +56,6 @@ _CHANGED_AT_ONCE_BYTES = 2_000_000
 _FEWEST_TOGETHER = 2
 _NAMED = 3
 """An error names so many tasks."""
-_TOGETHER_DEADLINE_MS = 500
-"""Short, since a locked key holds up all that go with it; then they are changed one by one. Plus some for each."""
 _SIZE_OF_THE_REST = 1_000
 """How many bytes a new document has beside its params; rather too many than too few."""
 
@@ -418,7 +416,7 @@ async def _change_together(store: Store, changes: Sequence[_Change]) -> dict[_Ch
     }
     stages = change_pipeline(first.publication, first.now, store.now, changing)
     try:
-        reply = await store.update(query, stages, _TOGETHER_DEADLINE_MS + 10 * len(found), hint="_id_")
+        reply = await store.update(query, stages, TOGETHER_DEADLINE_MS + 10 * len(found), hint="_id_")
     except PyMongoError as error:
         if is_passing(error):
             raise

@@ -12,14 +12,12 @@ from pymongo.errors import OperationFailure
 
 from taskmesh.store import rules
 from taskmesh.store.grouped import Grouped
-from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.driver import TOGETHER_DEADLINE_MS, Document
 from taskmesh.store.mongodb.server_errors import is_over_deadline
 from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.store import Store, run_sync
 
 PING_DEADLINE_MS = 2_000
-_TOGETHER_DEADLINE_MS = 500
-"""Short, since a locked task holds up all that go with it; then each goes by itself. Plus one for each."""
 
 
 def ping(
@@ -76,7 +74,7 @@ class Extensions(Grouped[Lease, bool]):
             self._store, [lease[0] for lease in leases], [lease[1] for lease in leases], lease_ms
         )
         try:
-            reply = await self._store.update(query, pipeline, _TOGETHER_DEADLINE_MS + len(leases))
+            reply = await self._store.update(query, pipeline, TOGETHER_DEADLINE_MS + len(leases))
         except OperationFailure as error:
             if not is_over_deadline(error):
                 raise

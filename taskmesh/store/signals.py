@@ -16,7 +16,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 from taskmesh.store import rules
 from taskmesh.store.finish import HANDLED_BY_SHORT_SUCCESS
 from taskmesh.store.grouped import Grouped
-from taskmesh.store.mongodb.driver import Document
+from taskmesh.store.mongodb.driver import TOGETHER_DEADLINE_MS, Document
 from taskmesh.store.mongodb.server_errors import DOCUMENT_TOO_LARGE, is_passing, patiently
 from taskmesh.store.pipeline import plain
 from taskmesh.store.pipeline.by_id import own_value
@@ -31,8 +31,6 @@ _AT_ONCE = 50
 _LARGE = 40_000
 """A signal of more bytes goes alone."""
 _OPEN_SETS = 20
-_TOGETHER_DEADLINE_MS = 500
-"""Short, since a locked task holds up all that go with it; then they are sent one by one. Plus some for each."""
 
 Answer = Literal["sent", "known", "finished", "full", "absent"]
 
@@ -100,7 +98,7 @@ async def _send_together(store: Store, signals: Sequence[Signal]) -> dict[Signal
     found = {task["_id"]: task for task in await store.find({"_id": {"$in": ids}}, fields) if not task["forgotten"]}
     told = [signal for signal in signals if signal.task_id in found]
     waiting = [signal for signal in told if found[signal.task_id].get("waits_for") == signal.event]
-    deadline_ms = _TOGETHER_DEADLINE_MS + 10 * len(told)
+    deadline_ms = TOGETHER_DEADLINE_MS + 10 * len(told)
     sent = await _update(store, _waking(waiting, store.now), deadline_ms) if waiting else 0
     if sent < len(told):
         sent += await _update(store, _delivering(told, store.now), deadline_ms)

@@ -31,6 +31,9 @@ from taskmesh.store.mongodb.uncut import Uncut, UncutCalls
 
 Document = dict[str, Any]
 MAJORITY = WriteConcern("majority")
+TOGETHER_DEADLINE_MS = 500
+"""How long the server may work on what several callers write together, plus some for each document. Short, since a locked one
+holds up all of them; then they go in parts, or one by one."""
 _LONGEST_DATABASE = 63
 TRANSACTION: Mapping[str, Any] = {
     "read_concern": ReadConcern("local"),

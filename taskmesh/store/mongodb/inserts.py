@@ -18,7 +18,7 @@ from typing import Any
 
 from pymongo.errors import InvalidOperation, OperationFailure
 
-from taskmesh.store.mongodb.driver import Driver
+from taskmesh.store.mongodb.driver import TOGETHER_DEADLINE_MS, Driver
 from taskmesh.store.mongodb.server_errors import is_passing, own_copy
 
 _MAX_BATCH = 1_000
@@ -28,8 +28,6 @@ _LARGE = 100
 _MAX_IN_FLIGHT = 2
 _HOLDS_UP_S = 0.1
 """How long a command counts as in flight. If it takes longer, the next goes beside it."""
-_TOGETHER_DEADLINE_MS = 500
-"""Short, since a locked key holds up all that go with it; then they are divided. Plus one for each document."""
 _PARTS = 8
 
 
@@ -141,7 +139,7 @@ class Inserts:
         documents = [document for each in batch for document in each.documents]
         deadline_ms = min(each.deadline_ms for each in batch)
         if len(batch) > 1:
-            deadline_ms = min(deadline_ms, _TOGETHER_DEADLINE_MS + len(documents))
+            deadline_ms = min(deadline_ms, TOGETHER_DEADLINE_MS + len(documents))
         command = {
             "insert": self._collection,
             "documents": documents,
