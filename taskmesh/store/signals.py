@@ -103,9 +103,8 @@ async def _send_together(store: Store, signals: Sequence[Signal]) -> dict[Signal
     if sent < len(told):
         sent += await _update(store, _delivering(told, store.now), deadline_ms)
     if sent < len(told):
-        fields = {"forgotten": rules.is_forgotten(store.now), "known": _is_known(told)}
-        after = await store.find({"_id": {"$in": _ids(told)}}, fields, majority=True)
-        untold = {task["_id"] for task in after if not task["forgotten"] and not task["known"]}
+        after = await store.find({"_id": {"$in": _ids(told)}}, {"known": _is_known(told)}, majority=True)
+        untold = {task["_id"] for task in after if not task["known"]}
         told = [signal for signal in told if signal.task_id not in untold]
     return dict.fromkeys(told, "sent")
 

@@ -48,6 +48,7 @@ async def test_signals_that_go_together_arrive_as_each_alone(mongo_uri: str, dat
     told = [("sent", "sent") if "known" in pair else pair for pair in zip(*answers, strict=True)]
     assert all(one == other for one, other in told)
     assert after[0] == after[1]
+    assert not {field for document in after[1].values() for field in document if field.startswith("_")} - {"_id"}
     assert {"sent", "known", "finished", "full", "absent"} == set(answers[0])
     assert together > answers[0].count("sent") * 0.9
 
