@@ -34,7 +34,7 @@ from taskmesh.consumer.run.executions import Executions
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until, varied
 from taskmesh.consumer.write_times import WriteTimes
-from taskmesh.store import Store, apart
+from taskmesh.store import Store, apart, upkeep
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.find import (
     Claimable,
@@ -51,6 +51,7 @@ from taskmesh.store.find import (
 from taskmesh.store.payloads import references
 from taskmesh.store.publication import lane_of
 from taskmesh.store.settle import SETTLE_DEADLINE_MS, settle
+from taskmesh.store.upkeep import Upkeep
 
 logger = logging.getLogger("taskmesh.scanner")
 
@@ -151,7 +152,7 @@ class Scanner:
         self._open_pages = OpenPages()
         self._heads_refused: set[_Place] = set()
         """Where the last page was full, and contained nothing for this worker."""
-        self._next_settle = self._next_sweep = self._next_payloads = 0.0
+        self._next_upkeep = self._next_settle = self._next_payloads = 0.0
         self._next_leases = 0.0
         self._next_help = 0.0
         self._again_soon = False
@@ -241,7 +242,7 @@ class Scanner:
     async def run_once(self) -> int:
         """Make one pass. Return how many new candidates it brought."""
         now = time.monotonic()
-        await self._settle_and_sweep(now)
+        await self._do_upkeep(now)
         if not self.open or not self._names:
             self._candidates.know_to(None)  # a worker that does not look goes by hints alone
             return 0
@@ -296,18 +297,19 @@ class Scanner:
         if past_s >= _RATE_OVER_S:
             self._taken, self._taken_since = 0, now
 
-    async def _settle_and_sweep(self, now: float) -> None:
+    async def _do_upkeep(self, now: float) -> None:
         """Record what has finished by time alone, and tell dependents. If this fails, the scan goes on without it."""
         try:
-            if now >= self._next_settle:
-                self._next_settle = now + self._partitions.in_turn(varied(_SETTLE_EVERY_S, 0.2))
-                deadline_ms = self._write_times.deadline_ms(SETTLE_DEADLINE_MS, _MOST_SETTLE_DEADLINE_MS)
-                if await settle(self._store, deadline_ms):
-                    # Nobody else tells the dependents of what has finished by time alone.
-                    await self._dependents.sweep(at_once=True)
-            if now >= self._next_sweep:
-                self._next_sweep = now + self._partitions.in_turn(0.8 * SCAN_EVERY_S)
-                await self._dependents.sweep()
+            if now >= self._next_upkeep:
+                self._next_upkeep = now + self._partitions.in_turn(0.8 * SCAN_EVERY_S)
+                due = await upkeep.due(self._store)
+                if Upkeep.SETTLE in due and now >= self._next_settle:
+                    self._next_settle = now + self._partitions.in_turn(varied(_SETTLE_EVERY_S, 0.2))
+                    deadline_ms = self._write_times.deadline_ms(SETTLE_DEADLINE_MS, _MOST_SETTLE_DEADLINE_MS)
+                    if await settle(self._store, deadline_ms):
+                        # Nobody else tells the dependents of what has finished by time alone.
+                        await self._dependents.sweep({Upkeep.MARKS}, at_once=True)
+                await self._dependents.sweep(due)
             if now >= self._next_payloads:
                 self._next_payloads = now + self._partitions.in_turn(varied(_PAYLOADS_EVERY_S, 0.2))
                 await apart.sweep(self._store, references)

@@ -118,10 +118,19 @@ async def open_members(store: Store, key: str) -> None:
     await _flows(store).update_one({"_id": key, "state": "sealed", "members": members}, [{"$set": opened}])
 
 
+def unopened(store: Store) -> Document:
+    """Return the filter for flows that were sealed more than a second ago and not opened."""
+    return {"state": "sealed", "$expr": {"$lte": ["$state_time", {"$subtract": [store.now, FOUND_AFTER_MS]}]}}
+
+
+def unchecked(store: Store) -> Document:
+    """Return the filter for flows of which nothing may be left, since they were not checked for an hour."""
+    return {"state": {"$in": ["opened", "open"]}, "$expr": {"$lte": ["$check_time", store.now]}}
+
+
 async def sweep(store: Store) -> int:
-    """Open flows that were sealed more than a second ago and not opened, and remove flows of which nothing is left."""
-    old = {"$expr": {"$lte": ["$state_time", {"$subtract": [store.now, FOUND_AFTER_MS]}]}}
-    sealed = await _flows(store).find({"state": "sealed", **old}, {"_id": 1}, limit=10).to_list(None)
+    """Open what is `unopened`, and remove what is `unchecked` and of which nothing is left."""
+    sealed = await _flows(store).find(unopened(store), {"_id": 1}, limit=10).to_list(None)
     for flow in sealed:
         await open_members(store, flow["_id"])
     await _remove_empty(store)
@@ -129,8 +138,8 @@ async def sweep(store: Store) -> int:
 
 
 async def _remove_empty(store: Store) -> None:
-    """Check flows that were not checked for an hour, some at a time. Those of which no task is left are removed."""
-    due = {"state": {"$in": ["opened", "open"]}, "$expr": {"$lte": ["$check_time", store.now]}}
+    """Check what is `unchecked`, some at a time. Those of which no task is left are removed."""
+    due = unchecked(store)
     fields = {"first": {"$slice": ["$members", _FIRST_MEMBERS]}, "size": {"$size": "$members"}}
     checked = await _flows(store).find(due, fields, limit=_CHECKED_AT_ONCE).to_list(None)
     if not checked:

@@ -27,26 +27,27 @@ _PARTS = 8
 _MOST_IN_PARTS = 1_000
 
 
+def due(store: Store) -> Document:
+    """Return the filter for tasks that time alone has finished."""
+    return {"settle_time": {"$exists": True}, "$expr": {"$lte": ["$settle_time", store.now]}}
+
+
 async def settle(store: Store, deadline_ms: int = SETTLE_DEADLINE_MS) -> int:
     """Give every task whose `settle_time` has come its final status. Return how many. Safe to repeat and to race.
 
     A document that somebody's open transaction holds is left for later, and does not hold up the others for longer than twice
     `deadline_ms`.
     """
-    query = {
-        "settle_time": {"$exists": True},
-        "$expr": {"$lte": ["$settle_time", store.now]},
-        **WELL_FORMED,
-    }
+    query = {**due(store), **WELL_FORMED}
     try:
         return await _settle(store, query, deadline_ms)
     except OperationFailure as error:
         if not is_over_deadline(error):
             raise
     cursor = store.driver.collection(store.tasks).find(query, {"_id": 1}, limit=_MOST_IN_PARTS)
-    due = [task["_id"] for task in await cursor.to_list(None)]
-    random.shuffle(due)  # so that not always the same ones are behind the locked one
-    parts = [due[i::_PARTS] for i in range(min(_PARTS, len(due)))]
+    ids = [task["_id"] for task in await cursor.to_list(None)]
+    random.shuffle(ids)  # so that not always the same ones are behind the locked one
+    parts = [ids[i::_PARTS] for i in range(min(_PARTS, len(ids)))]
     return sum(await asyncio.gather(*(_settle_part(store, query, part, deadline_ms) for part in parts)))
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from typing import Any
 
 import pytest
+from pymongo import MongoClient
 
 from taskmesh import Status, Task, TaskMesh, TaskOption, current_task
 from taskmesh.consumer import scanner
@@ -90,6 +93,45 @@ async def test_a_task_in_the_lane_of_full_workers_is_soon_taken_by_one_that_is_n
         keys = (str(n) for n in range(1_000))
         third = next(key for key in keys if free.partitions.place_to_hear(f"step:{key}", "default") == 2)
         assert await (await step.publish(third)).result(60) == "free"
+        go_on.set()
+
+
+async def test_who_is_second_in_a_lane_looks_seldom_while_nobody_is_neglected(
+    mesh: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    go_on = asyncio.Event()
+
+    @mesh.task
+    async def step(holds: bool = False) -> str:
+        if holds:
+            await go_on.wait()
+        return current_task().worker_id
+
+    async with all_working(mesh, ["w1", "w2"], concurrency=1) as consumers:
+        first, second = map(parts_of, consumers)
+        await eventually(
+            lambda: first.partitions.others_cnt == second.partitions.others_cnt == 1, what="they know each other"
+        )
+        with MongoClient[dict[str, Any]](mongo_uri) as client:
+            documents = client[database]
+            documents.create_collection("system.profile", capped=True, size=64_000_000)
+            documents.command("profile", 2)
+            began = time.monotonic()
+            for n in range(150):
+                await (await step.publish(f"{n}")).result(60)
+            took_s = time.monotonic() - began
+            documents.command("profile", 0)
+            filters = [each["command"].get("filter", {}) for each in documents["system.profile"].find({"op": "query"})]
+        looks = len([each for each in filters if each.keys() == {"_id", "next_claim_time"}])
+        assert looks <= 2 * took_s / 0.12 + 10, f"{looks} in {took_s:.1f} s"
+        assert first.backup_claims._together_s == second.backup_claims._together_s == 0.2
+
+        await step.configure(specific_worker_ids=["w1"]).publish("w1", holds=True)
+        await eventually(lambda: not first.executions.free_slots, what="w1 is full")
+        keys = (f"neglected{n}" for n in range(1_000))
+        of_first = next(key for key in keys if first.partitions.place_to_hear(f"step:{key}", "default") == 0)
+        assert await (await step.publish(of_first)).result(60) == "w2"
+        assert second.backup_claims._together_s == 0.02
         go_on.set()
 
 

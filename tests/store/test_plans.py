@@ -202,12 +202,13 @@ async def test_an_idle_worker_reads_nothing_of_flows_schedules_and_sequences_tha
             scans = scanner.scans
             await eventually(lambda: scanner.scans >= scans + 4, what="four more scans")
             documents.command("profile", 0)
-            for name in names:
-                operations = list(documents["system.profile"].find({"ns": f"{database}.{name}"}))
-                assert operations
-                for operation in operations:
-                    examined = operation.get("keysExamined", 0) + operation.get("docsExamined", 0)
-                    assert examined < 10, str(operation)[:1500]
+            done = list(documents["system.profile"].find({"ns": {"$regex": rf"^{database}\."}}))
+    asked = [str(operation["command"]) for operation in done]
+    for name in names:
+        assert [each for each in asked if f"'{name}'" in each], name
+    for operation in done:
+        examined = operation.get("keysExamined", 0) + operation.get("docsExamined", 0)
+        assert examined < 10, str(operation)[:1500]
 
 
 LONG_AGO = datetime.now(UTC) - timedelta(hours=1)

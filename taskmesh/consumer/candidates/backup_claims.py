@@ -29,7 +29,9 @@ from taskmesh.store.rules import NEVER
 
 logger = logging.getLogger("taskmesh.backup_claims")
 
-_TOGETHER_S = 0.02
+_TOGETHER_S = (0.02, 0.2)
+"""How long a look waits for more to look at: where the last one found a neglected task, and at most. Where others take all that
+is theirs, each look in vain doubles it."""
 _LIMIT = 10_000
 _PAGE = 200
 """How many tasks are looked at together, even if there is room for fewer: most have been claimed by then."""
@@ -60,6 +62,7 @@ class BackupClaims:
         self._due: list[tuple[float, str, bool]] = []
         self._for_room: deque[str] = deque()
         """Tasks that have been due for a while, to be looked at when this worker has room for them."""
+        self._together_s = _TOGETHER_S[0]
         self._wake = asyncio.Event()
 
     def offer_found(
@@ -116,8 +119,10 @@ class BackupClaims:
     def add(self, id_: str, due: float, place: int, *, overdue: bool = False) -> None:
         """Look at the task after it has been due for a while. If there are too many, the next scan has to find it."""
         if len(self._due) + len(self._for_room) < _LIMIT:
-            heapq.heappush(self._due, (due + wait_s(place), id_, overdue))
-            self._wake.set()
+            watched = (due + wait_s(place), id_, overdue)
+            heapq.heappush(self._due, watched)
+            if self._due[0] is watched:
+                self._wake.set()
 
     async def run(self) -> None:
         """Look for ever."""
@@ -129,7 +134,8 @@ class BackupClaims:
         """Look at everything that is due and may be taken, in one query. Return how long to wait for the next."""
         now = time.monotonic()
         overdue: set[str] = set()
-        while self._due and self._due[0][0] <= now:
+        looks = bool(self._due) and self._due[0][0] + self._together_s <= now
+        while looks and self._due and self._due[0][0] <= now:
             _, id_, is_overdue = heapq.heappop(self._due)
             if is_overdue:
                 overdue.add(id_)
@@ -141,7 +147,7 @@ class BackupClaims:
             await self._look(others, overdue, room)
         if self._for_room:
             return AFTER_S if self._room(time.monotonic()) <= 0 else 0.0
-        return max(0.0, self._due[0][0] + _TOGETHER_S - time.monotonic()) if self._due else None
+        return max(0.0, self._due[0][0] + self._together_s - time.monotonic()) if self._due else None
 
     def _room(self, now: float) -> int:
         """How many more tasks could start here, beside those that are claimed or about to be.
@@ -161,7 +167,7 @@ class BackupClaims:
             left = len(others) + len(overdue)
             logger.debug("could not look at %d tasks (%s): the scan will find them", left, type(error).__name__)
             return
-        later = []
+        neglected, later = 0, []
         # From the end of the line: the worker that comes first in the lane takes from its head.
         for row in sorted(rows, key=lambda row: row.number, reverse=True):
             if row.id not in overdue and room <= 0:
@@ -169,4 +175,7 @@ class BackupClaims:
             elif self.offer(row, place=0):  # nobody else has it
                 self._candidates.ready.set()
                 room -= 1
+                neglected += 1
         self._for_room.extendleft(later)
+        at_first_s, at_most_s = _TOGETHER_S
+        self._together_s = at_first_s if neglected else min(2 * self._together_s, at_most_s)

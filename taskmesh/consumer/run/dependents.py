@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 
 from pymongo.errors import PyMongoError
 
 from taskmesh.store import Store, flows
 from taskmesh.store.relations import sequences
 from taskmesh.store.relations.dependencies import MARKS_FOUND_AFTER_MS, Leftovers, sweep, tell
+from taskmesh.store.upkeep import Upkeep
 
 logger = logging.getLogger("taskmesh.dependents")
 
@@ -51,13 +53,15 @@ class Dependents:
             await asyncio.wait([self._telling])
         await self._leftovers.removed()
 
-    async def sweep(self, *, at_once: bool = False) -> None:
-        """Look for marks that are at least a second old. `at_once`: for all marks."""
+    async def sweep(self, due: Collection[Upkeep], *, at_once: bool = False) -> None:
+        """Do what is due of the upkeep of dependents. `at_once`: for all marks, not only those that are a second old."""
         self._sweeping = True
         try:
-            await sweep(self._store, 0 if at_once else MARKS_FOUND_AFTER_MS, self._asking | self._finished)
-            if not at_once:
+            if Upkeep.MARKS in due:
+                await sweep(self._store, 0 if at_once else MARKS_FOUND_AFTER_MS, self._asking | self._finished)
+            if Upkeep.FLOWS in due:
                 await flows.sweep(self._store)
+            if Upkeep.SEQUENCES in due:
                 await sequences.sweep(self._store)
         except PyMongoError as error:  # what waits is opened by the next sweep; the scan goes on
             logger.info("a sweep for dependents failed (%s: %.200s)", type(error).__name__, error)

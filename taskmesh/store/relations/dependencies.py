@@ -240,32 +240,33 @@ class _Tell(Grouped[str, None]):
         return {}
 
 
+def due(store: Store, after_ms: int) -> Document:
+    """Return the filter for tasks with a mark that is at least so old."""
+    old = {"$lte": [rules.ASK_TIME, {"$subtract": [store.now, after_ms]}]}
+    return {"task_state.ask_time": {"$exists": True}, "$expr": old}
+
+
 async def sweep(store: Store, after_ms: int = MARKS_FOUND_AFTER_MS, known: Collection[str] = ()) -> int:
     """Act on all marks that are at least so old. Return how many there were, up to a thousand.
 
     `known`: the tasks that the caller is dealing with already.
     """
-    due = {
-        "task_state.ask_time": {"$exists": True},
-        "$expr": {"$lte": [rules.ASK_TIME, {"$subtract": [store.now, after_ms]}]},
-        **WELL_FORMED,
-    }
-    cursor = store.driver.collection(store.tasks).find(due, {"_id": 1}, limit=MOST_IDS, batch_size=MOST_IDS)
+    marked = {**due(store, after_ms), **WELL_FORMED}
+    cursor = store.driver.collection(store.tasks).find(marked, {"_id": 1}, limit=MOST_IDS, batch_size=MOST_IDS)
     ids = [document["_id"] for document in await cursor.hint("taskmesh_ask").to_list(None)]
     ids = [id_ for id_ in ids if id_ not in known]
     if ids:
         # So that not every worker does the same. If this one dies, the marks are due again soon.
         later = {"$add": [store.now, _ASKED_BY_ANOTHER_MS - MARKS_FOUND_AFTER_MS]}
         # The mark, postponed.
-        await store.update({"_id": {"$in": ids}, **due}, [{"$set": {"task_state.ask_time": later}}], _DEADLINE_MS)
+        await store.update({"_id": {"$in": ids}, **marked}, [{"$set": {"task_state.ask_time": later}}], _DEADLINE_MS)
         await tell(store, ids)
     return len(ids)
 
 
 async def any_marks(store: Store) -> bool:
     """Whether somebody is about to act on a mark, which may make tasks claimable."""
-    due = {"task_state.ask_time": {"$exists": True}, "$expr": {"$lte": [rules.ASK_TIME, store.now]}}
-    cursor = store.driver.collection(store.tasks, majority=True).find(due, {"_id": 1}, limit=1)
+    cursor = store.driver.collection(store.tasks, majority=True).find(due(store, 0), {"_id": 1}, limit=1)
     return bool(await cursor.hint("taskmesh_ask").to_list(1))
 
 

@@ -235,12 +235,17 @@ async def head_of(store: Store, line: str) -> str | None:
     return heads[line]["head"] if heads else None
 
 
+def unchecked(store: Store) -> Document:
+    """Return the filter for lines whose head has been that for long."""
+    return {"$expr": {"$lte": ["$check_time", store.now]}}
+
+
 async def sweep(store: Store) -> None:
     """Check heads that have been that for long: a task that was removed by hand has left no mark.
 
     The longer a head has been that, the less often, so that thousands of lines that wait for a paused queue cost next to nothing.
     """
-    due = {"$expr": {"$lte": ["$check_time", store.now]}}
+    due = unchecked(store)
     cursor = store.driver.collection(store.sequences).find(due, {"_id": 1}, limit=_LOOKED_AT_ONCE)
     lines: list[Any] = [each["_id"] for each in await cursor.sort([("check_time", 1)]).to_list(None)]
     if lines:
