@@ -455,6 +455,15 @@ def _child_and_successor(*beats_ms: int) -> Story:
     return story.later(1_000).ends("succeeded", "w2", "r2", returns=1)
 
 
+def test_a_child_process_that_is_killed_as_it_starts_is_not_at_work_for_ever() -> None:
+    story = _child_and_successor(2_900)
+    assert "C3" in check_endings(story.evidence()).broken
+    story.marks = [mark for mark in story.marks if mark.what != "beats"]
+    assert "C3" in check_endings(story.evidence()).broken, "of a handler that does not beat, nobody knows"
+    story.marks = [replace(mark, more={"beats": True}) if mark.worker_id == "w1" else mark for mark in story.marks]
+    assert "C3" not in check_endings(story.evidence()).broken
+
+
 def test_a_child_process_was_at_work_until_its_last_beat() -> None:
     """And not until its worker's death, nor for ever."""
     assert "C3" not in check_endings(_child_and_successor(0, 500, 1_900).evidence()).broken

@@ -94,9 +94,7 @@ class Notebook:
     @contextmanager
     def run(self, *, beats: bool = False) -> Iterator[Returning]:
         """Note the beginning and the end of a handler's run. `beats`: and on the way, now and then, that it `beats`."""
-        self.note("started")
-        if beats:
-            self.note("beats")
+        self.note("started", **({"beats": True} if beats else {}))
         returning = Returning()
         try:
             yield returning
@@ -167,6 +165,8 @@ def runs_in(marks: Iterable[Mark]) -> list[Run]:
         if mark.what == "started":
             assert place not in started, f"the handler ran twice under one running_id: {mark}"
             started[place] = mark
+            if mark.more.get("beats"):  # in one line with the first beat: it may be killed before it writes another
+                beats[place] = mark
         elif mark.what in ("returned", "raised"):
             ended[place] = mark
         elif mark.what == "beats":
