@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from typing import Any
 
@@ -124,14 +125,26 @@ async def test_who_is_second_in_a_lane_looks_seldom_while_nobody_is_neglected(
             filters = [each["command"].get("filter", {}) for each in documents["system.profile"].find({"op": "query"})]
         looks = len([each for each in filters if each.keys() == {"_id", "next_claim_time"}])
         assert looks <= 2 * took_s / 0.12 + 10, f"{looks} in {took_s:.1f} s"
-        assert first.backup_claims._together_s == second.backup_claims._together_s == 0.2
 
+        # On a busy machine a task may be neglected for a moment, too; so one by one, until none has been for a while.
+        more = itertools.count(150)
+
+        async def both_look_seldom() -> bool:
+            await (await step.publish(f"{next(more)}")).result(60)
+            return first.backup_claims._together_s == second.backup_claims._together_s == 0.2
+
+        await eventually(both_look_seldom)
         await step.configure(specific_worker_ids=["w1"]).publish("w1", holds=True)
         await eventually(lambda: not first.executions.free_slots, what="w1 is full")
-        keys = (f"neglected{n}" for n in range(1_000))
-        of_first = next(key for key in keys if first.partitions.place_to_hear(f"step:{key}", "default") == 0)
-        assert await (await step.publish(of_first)).result(60) == "w2"
-        assert second.backup_claims._together_s == 0.02
+        keys = (f"neglected{n}" for n in itertools.count())
+        of_first = (key for key in keys if first.partitions.place_to_hear(f"step:{key}", "default") == 0)
+
+        async def second_looks_soon() -> bool:
+            """A scan may have taken it before the look."""
+            assert await (await step.publish(next(of_first))).result(60) == "w2"
+            return second.backup_claims._together_s < 0.2
+
+        await eventually(second_looks_soon)
         go_on.set()
 
 
