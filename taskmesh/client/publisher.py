@@ -33,7 +33,6 @@ from taskmesh.model.worker import able_workers
 from taskmesh.store import Store, apart, find
 from taskmesh.store.apart import Apart
 from taskmesh.store.audit import author
-from taskmesh.store.blocking import is_blocking, publish_in_any_session
 from taskmesh.store.mongodb.driver import Document, twin_of
 from taskmesh.store.mongodb.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.payloads import Payloads
@@ -282,6 +281,8 @@ class Publisher:
         self, publications: Sequence[Publication], configuration: Configuration
     ) -> list[Published]:
         """Publish in the caller's transaction, once: it is the caller who tries again."""
+        from taskmesh.store.blocking import publish_in_any_session  # noqa: PLC0415 — few need it
+
         store, clock = self._connection.store, self._connection.clock
         if clock.stale:
             await sample(clock, store)
@@ -317,12 +318,13 @@ class Publisher:
     async def _insert_with_dependencies(self, store: Store, publications: list[Publication]) -> list[Published]:
         """Publish, and take care of dependencies. Raises as `publish` does, and `TaskNotFound` if one does not exist."""
         waited_for = {id_ for each in publications if (after := each.configuration.after) for id_ in after.ids}
-        if not waited_for and not any(each.configuration.sequence_key for each in publications):
+        if not any(each.waits for each in publications):
             return await self._insert_patiently(store, publications)
         if waited_for:
             await self._connection.links.check(waited_for)
         published = await self._insert_patiently(store, publications)
-        await self._connection.links.tell([each.id for each in publications])
+        marks = [result.mark for result in published]
+        await self._connection.links.tell(zip(publications, marks, strict=True))
         return published
 
     async def _insert_patiently(self, store: Store, publications: list[Publication]) -> list[Published]:
@@ -514,6 +516,8 @@ class Publisher:
         self, definition: Publishable, params_by_key: Mapping[str, Mapping[str, Any]]
     ) -> list[TaskHandle[Any]]:
         """Publish from code without an event loop. Raises `RuntimeError` inside one."""
+        from taskmesh.store.blocking import is_blocking  # noqa: PLC0415 — few need it
+
         session = definition.configuration.session
         if session is not None and not is_blocking(session):  # of a client that belongs to a loop, which this is not
             raise InvalidOption(

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
-from taskmesh.client.json_schema import misfits
 from taskmesh.client.params import OTHERS, check_mapping, check_not_given, checked_size
 from taskmesh.client.returns import PLAIN
 from taskmesh.model.configuration import Configuration
@@ -53,6 +52,8 @@ class RegisteredDefinition:
 
     def to_store(self, params: Mapping[str, Any] | None, after: After | None = None) -> tuple[dict[str, Any], int]:
         """Return params as they are stored, and their size. Raises `InvalidParams` for what does not fit the handler."""
+        from taskmesh.client.json_schema import misfits  # noqa: PLC0415 — few publish without the handler
+
         check_published(self.name, is_loop=self._is_loop)
         if params is not None:
             check_mapping(self.name, params)

@@ -336,6 +336,7 @@ class Task(_Stored):
             "pinned",
             "lane",
             "event",
+            "record_event",
             "publish_id",
             "publish_number",
             "change_id",

@@ -13,7 +13,7 @@ from typing import Any
 from bson.timestamp import Timestamp
 
 from taskmesh.store.mongodb.driver import Document
-from taskmesh.store.pipeline.event_stamp import starting_with
+from taskmesh.store.pipeline.event_stamp import RECORD_EVENT, starting_with
 from taskmesh.store.store import Store
 
 HORIZON_MS = 2_000
@@ -144,6 +144,7 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
         tasks = {"ns": {"db": database, "coll": store.tasks}}
         wanted.append(tasks | {"operationType": {"$in": ["insert", "replace"]}})
         wanted.append({f"{_UPDATED}.event": {"$exists": True}})
+        wanted.append({f"{_UPDATED}.{RECORD_EVENT}": {"$exists": True}})
     kept_of_insert = (
         "name",
         "status",
@@ -164,6 +165,7 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
         "documentKey._id": 1,
         "wallTime": 1,
         f"{_UPDATED}.event": 1,
+        f"{_UPDATED}.{RECORD_EVENT}": 1,
         f"{_UPDATED}.status": 1,
         f"{_UPDATED}.next_claim_time": 1,
         **{f"fullDocument.{field}": 1 for field in kept_of_insert},
@@ -196,7 +198,7 @@ def change_from(event: Document) -> Change:
         collection=event.get("collection"),
         id=event.get("documentKey", {}).get("_id"),
         time=event["wallTime"],
-        stamp=updated.get("event"),
+        stamp=updated.get("event", updated.get(RECORD_EVENT)),
         status=updated.get("status"),
         next_claim_time=updated.get("next_claim_time"),
         inserted=event.get("fullDocument"),

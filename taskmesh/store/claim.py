@@ -36,6 +36,7 @@ _STATE_FIELDS = {
         "steps_bytes",
         "pending",
         "line",
+        "has_children",
         "signals_bytes",
     )
 }
@@ -103,8 +104,7 @@ _HANDLED_BY_SHORT_CLAIM = {
     "task_state.create_time",
     "task_state.wanted",
     "task_state.params_version",
-    "task_state.parent",
-    "task_state.dependents",
+    *(f"task_state.{name}" for name in ("parent", "dependents", "has_children")),
     *(f"task_state.{name}" for name in ("line", "place", "on_sequence_failure")),
     "task_state.steps_bytes",
     "task_state.ask_time",

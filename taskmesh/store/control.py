@@ -128,12 +128,7 @@ def retry_pipeline(now: rules.Expression, *, fresh: bool = False) -> list[Docume
         # The delays of `Retry` and `Snooze` are removed: merging objects cannot do that.
         {"$unset": "task_state.resume_time"},
         # Its dependencies are linked again, and checked: one may have been deleted and published again.
-        {
-            "$set": {
-                "task_state.unlinked": {"$cond": [_waits, True, {"$ifNull": ["$task_state.unlinked", "$$REMOVE"]}]},
-                "task_state.ask_time": {"$cond": [_waits, now, {"$ifNull": [rules.ASK_TIME, "$$REMOVE"]}]},
-            }
-        },
+        {"$set": {"task_state.ask_time": {"$cond": [_waits, now, {"$ifNull": [rules.ASK_TIME, "$$REMOVE"]}]}}},
         # Status and times follow.
         *prepared(rules.derivation, now),
     ]

@@ -41,8 +41,8 @@ _GIVEN_BACK: tuple[Kind, ...] = ("released", "snoozed", "suspended", "conflicted
 KEPT_STAGES = 100
 _ANNOUNCED_AS: dict[Kind, str] = {"conflicted": "snoozed", "looped": "succeeded"}
 _STATE_OF: dict[Kind, str] = {"succeeded": "SUCCESS", "failed": "FAIL", "stopped": "FAIL"}
-_WAITED_FOR = {"task_state.parent", "task_state.dependents", "task_state.line"}
-HANDLED_BY_SHORT_SUCCESS = _WAITED_FOR | {
+_OF_OTHERS = {f"task_state.{name}" for name in ("parent", "dependents", "line", "has_children")}
+HANDLED_BY_SHORT_SUCCESS = _OF_OTHERS | {
     # Checked by `_single`.
     "status",
     "task_option.concurrent_worker_cnt",
@@ -169,7 +169,7 @@ async def _finish_plain(
 ) -> int:
     """Record SUCCESS by the short form (see `plain`), where the execution is the only one of its task.
 
-    `alone`: only where the task has no dependents and stands in no line, so that nobody has to be told.
+    `alone`: only where the task has no dependents and no children, and stands in no line, so that nobody has to be told.
     """
     if not outcomes:
         return 0
@@ -199,10 +199,14 @@ async def _finish_plain(
                     "worker_states": [{"$mergeObjects": [*ended, per_outcome([o.entry for o in outcomes], outcomes)]}],
                     "timeout_cnt": 0,
                     "conflict_cnt": "$$REMOVE",
-                    # Its dependents and its line have to be told, and it is kept for them.
+                    # Its dependents and its line have to be told, and it is kept for them. Its children are kept no longer.
                     "pending": "$$REMOVE",
                     "ask_time": {
-                        "$cond": [is_waited_for, rules.next_mark(now), {"$ifNull": [rules.ASK_TIME, "$$REMOVE"]}]
+                        "$cond": [
+                            {"$or": [is_waited_for, rules.HAS_CHILDREN]},
+                            rules.next_mark(now),
+                            {"$ifNull": [rules.ASK_TIME, "$$REMOVE"]},
+                        ]
                     },
                     **_progress(outcomes),
                 },
@@ -226,7 +230,7 @@ def _single(now: rules.Expression, alone: bool) -> Document:
     `_finish_plain` checks that the entry is RUNNING.
     """
     whole = [*_ended([Outcome("", "", "succeeded")], now), *rules.derivation(now)]
-    handled = HANDLED_BY_SHORT_SUCCESS - _WAITED_FOR if alone else HANDLED_BY_SHORT_SUCCESS
+    handled = HANDLED_BY_SHORT_SUCCESS - _OF_OTHERS if alone else HANDLED_BY_SHORT_SUCCESS
     return {
         **plain.ALONE,
         "task_state.worker_states": {"$size": 1},

@@ -19,11 +19,10 @@ from taskmesh.store import control, finish, rules
 from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.mongodb.server_errors import Code, patiently
 from taskmesh.store.pipeline.by_id import in_parts
-from taskmesh.store.pipeline.event_stamp import stamp
-from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.publication import Publication
 from taskmesh.store.publish import Published, publish
 from taskmesh.store.relations import dependencies
+from taskmesh.store.relations.opening import Gate, open_gate
 from taskmesh.store.store import Store
 
 MAX_BYTES = 12_000_000
@@ -101,19 +100,12 @@ async def open_members(store: Store, key: str) -> None:
     flow = await read(store, key)
     if flow is None or flow["state"] != "sealed":
         return
-    now = store.now
-    pipeline = [
-        # That is the gate.
-        {"$unset": "task_state.flow"},
-        # Announced to workers.
-        {"$set": {"event": stamp("opened", now)}},
-        *prepared(rules.derivation, now),
-    ]
     members: list[str] = flow["members"]
     for part in in_parts(members):
-        await store.update({"_id": {"$in": part}, "task_state.flow": key}, pipeline)
+        if not await open_gate(store, Gate.FLOW, part, {Gate.FLOW: key}):
+            return  # a sweep opens it shortly
     await dependencies.tell(store, members)
-    opened = {"state": "opened", "state_time": now, "check_time": {"$add": [now, _KEPT_EMPTY_MS]}}
+    opened = {"state": "opened", "state_time": store.now, "check_time": {"$add": [store.now, _KEPT_EMPTY_MS]}}
     # Not if somebody has added members since.
     await _flows(store).update_one({"_id": key, "state": "sealed", "members": members}, [{"$set": opened}])
 

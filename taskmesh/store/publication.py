@@ -17,7 +17,6 @@ from taskmesh.store.apart import Apart
 from taskmesh.store.mongodb.driver import Document
 from taskmesh.store.numbers import moment_of, number_at
 from taskmesh.store.pipeline.event_stamp import stamped
-from taskmesh.store.relations import sequences
 
 PublishId = ObjectId
 """A repeated publish is recognised by it."""
@@ -63,6 +62,11 @@ class Publication:
     def id(self) -> str:
         """The `_id` of the task."""
         return unchecked_id(self.name, self.key)
+
+    @property
+    def waits(self) -> bool:
+        """Whether its task, if new, waits for others, or in line: then it has a mark."""
+        return bool(self.configuration.after) or self.configuration.sequence_key is not None
 
     @property
     def marks(self) -> Document:
@@ -133,7 +137,9 @@ def _shut(publication: Publication, number: int, now: datetime) -> Document:
     """Return the fields of `task_state` that shut gates of a new task until somebody else opens them."""
     configuration, shut = publication.configuration, Document()
     if configuration.after:  # whoever checks next links it with its dependencies
-        shut |= {"waits_for": configuration.on_dependency_failure, "unlinked": True, "ask_time": now}
+        shut |= {"waits_for": configuration.on_dependency_failure, "ask_time": now}
+        if configuration.on_dependency_failure == "run":
+            shut["unlinked"] = True  # until all that it waits for names it, nobody can tell when that is over
     if publication.flow is not None:
         shut["flow"] = publication.flow
     if configuration.sequence_key is not None:  # whoever checks next sees whether it is its turn
@@ -145,7 +151,8 @@ def line_of(configuration: Configuration) -> Document:
     """Return the fields that say in which line the task stands, and what its failure means there."""
     assert configuration.sequence_key is not None
     blocks = {"on_sequence_failure": "block"} if configuration.on_sequence_failure == "block" else {}
-    return {"line": sequences.line_of(configuration.queue, configuration.sequence_key), **blocks}
+    # The name of a line: the queue in which its tasks are published (which has no colon in its name), and their key.
+    return {"line": f"{configuration.queue}:{configuration.sequence_key}", **blocks}
 
 
 def lane_of(id_: str) -> int:

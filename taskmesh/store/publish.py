@@ -77,6 +77,8 @@ class Published:
     updated: bool = False
     throttled: bool = False
     """Whether it did nothing, since it came too soon after another."""
+    mark: datetime | None = None
+    """The mark of a task that was inserted by this very call (`task_state.ask_time`), if it waits for others, or in line."""
 
 
 _CREATED = Published(created=True)
@@ -111,7 +113,8 @@ async def publish(
             new = [i for i in batch if publications[i].seen is None]
             asked = [publications[i] for i in new]
             duplicates = await _insert(store, asked, now, alone=alone, turns=turns) if new else set()
-            results.update({i: _CREATED for place, i in enumerate(new) if place not in duplicates})
+            created = (i for place, i in enumerate(new) if place not in duplicates)
+            results.update({i: Published(True, mark=now) if publications[i].waits else _CREATED for i in created})
             existing = {i: publications[i] for i in batch if i not in results}
             results.update(await _treat_existing(store, existing, now, changes, refused))
 

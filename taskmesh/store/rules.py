@@ -49,6 +49,8 @@ DEPENDENTS = "$task_state.dependents"
 """The `_id`s of the tasks that wait for this one, or have waited for it, listed from their publication on."""
 HAS_DEPENDENTS: Expression = {"$or": [{"$gt": [DEPENDENTS, []]}, {"$gt": ["$task_state.parent", None]}]}
 """Whether it has, or had, dependents. The handler that started it (`parent`) may ask for its result at any time."""
+HAS_CHILDREN: Expression = {"$eq": ["$task_state.has_children", True]}
+"""Whether a handler of it has started others: they are kept until it is finished, or cancelled with it."""
 ASK_TIME = "$task_state.ask_time"
 """The mark of a task: something happened that concerns its dependents or dependencies. Its value is the time since when
 a check is due (`store/relations/dependencies.py`); whoever makes the check removes the mark. In a finished task that is kept for
@@ -463,9 +465,8 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
     }
     finished = {"$not": [{"$in": ["$_derived.status", ["INIT", "RUNNING"]]}]}
     # Somebody has to check when a task with dependents is finished, or no longer is; or one with dependencies restarts.
-    has_children = {"$eq": ["$task_state.has_children", True]}
     waits_anew = {"$and": [was_finished, _waits_for_others]}
-    concerns_others = {"$or": [HAS_DEPENDENTS, has_children, waits_anew, {"$gt": [LINE, None]}]}
+    concerns_others = {"$or": [HAS_DEPENDENTS, HAS_CHILDREN, waits_anew, {"$gt": [LINE, None]}]}
     is_deleted_now = {"$and": [{"$eq": ["$_derived.status", "DELETED"]}, {"$ne": ["$status", "DELETED"]}]}
     ask = {"$and": [{"$or": [{"$ne": [finished, was_finished]}, is_deleted_now]}, concerns_others]}
     mark = next_mark(now)

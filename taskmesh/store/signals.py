@@ -234,7 +234,7 @@ def _waiting(now: rules.Expression) -> Document:
 
 _HANDLED_BY_SHORT_SIGNAL = HANDLED_BY_SHORT_SUCCESS.union(
     {"task_option.concurrent_worker_cnt"},
-    (f"task_state.{name}" for name in ("has_children", "steps", "signals", "signals_bytes")),
+    (f"task_state.{name}" for name in ("steps", "signals", "signals_bytes")),
     (f"task_state.{name}" for name in ("suspended_until", "suspended_for")),
 )
 

@@ -39,7 +39,7 @@ from taskmesh.store.finish import (
 )
 from taskmesh.store.mongodb.driver import CODEC, Document, find_and_update
 from taskmesh.store.pipeline import plain
-from taskmesh.store.pipeline.event_stamp import stamp, stamped
+from taskmesh.store.pipeline.event_stamp import RECORD_EVENT, stamp, stamped
 from taskmesh.store.pipeline.prepared import prepared
 from taskmesh.store.store import WRITE_DEADLINE_MS, Store
 
@@ -76,7 +76,7 @@ async def record(
     state = _longer(outcomes, now, until) | {"timeout_cnt": 0, "worker_states": _renewed(outcomes, now)}
     stages: list[Document] = [
         # The record, behind the others; the lease is renewed as by a ping.
-        {"$set": {"task_state": state, "event": stamp("step_recorded", now, {"$literal": worker_id})}},
+        {"$set": {"task_state": state, RECORD_EVENT: stamp("step_recorded", now, {"$literal": worker_id})}},
         *prepared(rules.derivation, now),
     ]
     reply = await store.update(query, stages, deadline_ms, session)
@@ -94,6 +94,15 @@ async def _record_plain(
     if len(outcomes) <= _FEW and all(outcome.made_at is not None for outcome in outcomes):
         return await store.modify([_by_modifiers(worker_id, outcome) for outcome in outcomes], deadline_ms, session)
     now = store.now
+    told = stamp("step_recorded", now, {"$literal": worker_id})
+    # The record, behind the others.
+    stages: list[Document] = [{"$set": {"task_state": _longer(outcomes, now, {}), RECORD_EVENT: told}}]
+    reply = await store.update(_plain(outcomes, now), stages, deadline_ms, session, hint="_id_")
+    return int(reply["n"])
+
+
+def _plain(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
+    """Match the tasks in which nothing but the record changes: see `_record_plain`."""
     held = [
         {"_id": {"$in": ids}, "task_state.worker_states": at_work(running_id)}
         for running_id, ids in ids_by_claim(outcomes).items()
@@ -101,7 +110,7 @@ async def _record_plain(
     until = {"$arrayElemAt": [f"{rules.ENTRIES}.ping_expire_time", 0]}
     left_ms = per_outcome([_young_ms(outcome.lease_ms) for outcome in outcomes], outcomes)
     is_young = {"$gt": [until, {"$add": [now, left_ms]}]}
-    query = {
+    return {
         "$and": [
             {"_id": {"$in": [outcome.id for outcome in outcomes]}, "status": "RUNNING", "task_state.timeout_cnt": 0},
             # A double `$nor` is an `$or` that uses no index: with one, the server may read each document twice.
@@ -110,11 +119,6 @@ async def _record_plain(
             {"$expr": {"$and": [is_young, _is_new(outcomes)]}},
         ]
     }
-    told = stamp("step_recorded", now, {"$literal": worker_id})
-    # The record, behind the others.
-    stages: list[Document] = [{"$set": {"task_state": _longer(outcomes, now, {}), "event": told}}]
-    reply = await store.update(query, stages, deadline_ms, session, hint="_id_")
-    return int(reply["n"])
 
 
 def _undisturbed(now: rules.Expression) -> Document:
@@ -128,7 +132,7 @@ def _undisturbed(now: rules.Expression) -> Document:
 
 _HANDLED_BY_SHORT_RECORD = HANDLED_BY_SHORT_SUCCESS.union(
     # A record does not change what follows from these. `expire_time` is not known: it ends with the first record.
-    {"task_option.concurrent_worker_cnt", "task_state.has_children", "task_state.flow", "task_state.suspended_until"}
+    {"task_option.concurrent_worker_cnt", "task_state.flow", "task_state.suspended_until"}
 ).difference({"task_state.expire_time"})
 
 
@@ -159,7 +163,7 @@ def _by_modifiers(worker_id: str, outcome: Outcome) -> tuple[Document, Document]
     changes = {
         "$push": {"task_state.steps": made | {"time": now}},
         "$inc": {"task_state.steps_bytes": made["size"]},
-        "$set": {"event": stamped("step_recorded", now, worker_id)},
+        "$set": {RECORD_EVENT: stamped("step_recorded", now, worker_id)},
     }
     return query, changes
 
@@ -190,13 +194,28 @@ async def record_starts(store: Store, worker_id: str, outcomes: Sequence[Outcome
     `has_children`, `steps_bytes`, `timeout_cnt`, the lease, the derived fields.
     """
     now = store.now
+    starting = _starting(worker_id, outcomes, now)
+    plain_ones = {"$and": [_plain(outcomes, now), {"$expr": _starts_none_of(outcomes)}]}
+    counted = int((await store.update(plain_ones, starting, WRITE_DEADLINE_MS, session, hint="_id_"))["n"])
+    if counted == len(outcomes):
+        return counted
+    query = still_held_by(outcomes, now)
+    query["$expr"] = {"$and": [query["$expr"], _is_new(outcomes), _starts_none_of(outcomes)]}
+    stages: list[Document] = [
+        *starting,
+        # The executions are alive, and keep the lease for as long as their next write needs.
+        {"$set": {"task_state": {"timeout_cnt": 0, "worker_states": _renewed(outcomes, now)}}},
+        *prepared(rules.derivation, now),
+    ]
+    return counted + int((await store.update(query, stages, WRITE_DEADLINE_MS, session))["n"])
+
+
+def _starting(worker_id: str, outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]:
+    """Return the stages that record what each has started."""
     records = [outcome.step or {} for outcome in outcomes]
     made = per_outcome(records, outcomes)
     names = per_outcome([record["names"] for record in records], outcomes)
     size = per_outcome([record["size"] for record in records], outcomes)
-    query = still_held_by(outcomes, now)
-    query["$expr"] = {"$and": [query["$expr"], _is_new(outcomes), _starts_none_of(outcomes)]}
-    last = {"$last": rules.STEPS}
     goes_on = {
         "$and": [
             {"$eq": ["$_last.kind", "start"]},
@@ -220,20 +239,15 @@ async def record_starts(store: Store, worker_id: str, outcomes: Sequence[Outcome
         },
         "steps_bytes": {"$add": [_bytes, size]},
         "has_children": True,
-        "timeout_cnt": 0,
-        "worker_states": _renewed(outcomes, now),
     }
-    stages: list[Document] = [
+    return [
         # The record before it, which may be one of starts.
-        {"$set": {"_last": last}},
+        {"$set": {"_last": {"$last": rules.STEPS}}},
         # That one with these names, too, or a new one. From the first child on the task's end concerns others.
-        {"$set": {"task_state": state, "event": stamp("step_recorded", now, {"$literal": worker_id})}},
+        {"$set": {"task_state": state, RECORD_EVENT: stamp("step_recorded", now, {"$literal": worker_id})}},
         # What was looked at is not stored.
         {"$unset": "_last"},
-        *prepared(rules.derivation, now),
     ]
-    reply = await store.update(query, stages, WRITE_DEADLINE_MS, session)
-    return int(reply["n"])
 
 
 def _starts_none_of(outcomes: Sequence[Outcome]) -> rules.Expression:
@@ -351,14 +365,19 @@ async def take_signal(store: Store, outcome: Outcome, event: str, timeout_ms: in
         name: {"$cond": [is_over, {"$ifNull": [f"$task_state.{name}", "$$REMOVE"]}, new]} for name, new in state.items()
     }
     told = stamp("step_recorded", now, {"$literal": made["worker_id"]})
-    unsaid = {"$ifNull": ["$event", "$$REMOVE"]}
+    unsaid = {"$ifNull": [f"${RECORD_EVENT}", "$$REMOVE"]}
     stages: list[Document] = [
         # What is known of this wait, the oldest signal that would end it, and then when it ends by itself.
         {"$set": {"_wait": {"known": known, "oldest": oldest}}},
         # A stage of its own: it reads what was found above.
         {"$set": {"_until": until}},
         # What came of it; a wait that has ended before stays as it is.
-        {"$set": {"task_state": changes, "event": {"$cond": [{"$and": [{"$not": [is_over]}, decided]}, told, unsaid]}}},
+        {
+            "$set": {
+                "task_state": changes,
+                RECORD_EVENT: {"$cond": [{"$and": [{"$not": [is_over]}, decided]}, told, unsaid]},
+            }
+        },
         # What was found is not stored.
         {"$unset": ["_wait", "_until"]},
         # Status and times follow.

@@ -14,7 +14,7 @@ from taskmesh.store.pipeline.event_stamp import read_stamp
 from tests.chaos.findings import Findings
 from tests.chaos.history import was_told_to_go
 from tests.chaos.reading import NEVER, Reading, stripped
-from tests.chaos.versions import Document, Version
+from tests.chaos.versions import Document, Version, told
 
 _MAY_DROP_SUCCESS = ("retried", "published", "deleted", "succeeded", "failed")
 """The last two re-open a task for which `run_again` was asked meanwhile."""
@@ -102,9 +102,9 @@ def _check_update(findings: Findings, id_: str, before: Document, after: Documen
 
 
 def _what_was_written(before: Document, after: Document, time: datetime) -> Write:
-    if after.get("event") is not None and after.get("event") != before.get("event"):
-        stamp = read_stamp(after["event"])
-        now = datetime.fromtimestamp(int(after["event"].split("\x1f")[1].rstrip("aprw")) / 1000, UTC)
+    if (text := told(before, after)) is not None:
+        stamp = read_stamp(text)
+        now = datetime.fromtimestamp(int(text.split("\x1f")[1].rstrip("aprw")) / 1000, UTC)
         return Write(stamp.kind, now, stamp.worker_id, stamp.lost)
     for old, new in _both(Reading(before), Reading(after)):
         if old["ping_expire_time"] != new["ping_expire_time"]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.chaos.reading import Reading
-from tests.chaos.versions import Document, Version
+from tests.chaos.versions import Document, Version, told
 from tests.processes.history import Mark, Run, runs_in
 
 DIED_AS_ASKED = 3
@@ -99,9 +99,9 @@ class Log:
         for entry in version.after["task_state"]["worker_states"]:
             if entry["running_id"] not in known:
                 self.claims[version.id].add((entry["running_id"], entry["worker_id"]))
-        if version.after.get("event") == version.before.get("event"):
+        if (text := told(version.before, version.after)) is None:
             return
-        kind, time, _, *lost = version.after["event"].split("\x1f")
+        kind, time, _, *lost = text.split("\x1f")
         self.done[Asked(version.id, kind)] += 1
         self.happened[version.id] += ["timed_out"] * len(lost)
         if time.endswith("p"):  # progress that came with how the execution ended

@@ -40,6 +40,12 @@ class Version:
     """If an execution began with this write under a rate: how many did in the fullest window that it is in."""
 
 
+def told(before: Document, after: Document) -> str | None:
+    """The stamp that this write has left, if any."""
+    changed = (after[name] for name in ("event", "record_event") if after.get(name) not in (None, before.get(name)))
+    return next(changed, None)
+
+
 class Versions:
     """Puts versions together from change events."""
 

@@ -83,25 +83,25 @@ def tells_of_lost_outcomes(worker_id: str, signs: Signs) -> None:
 @part
 def opens_when_told(worker_id: str, signs: Signs) -> None:
     """It asks what dependents still wait for when it "… may ask", and opens their gates when it "… may open": on a primary."""
-    ask, open_gates = vars(dependencies)["_ask"], dependencies.open_gates
+    ask, open_gate = vars(dependencies)["_ask"], vars(dependencies)["open_gate"]
 
     async def wait_and_ask(*arguments: Any) -> Any:
         signs.give(f"{worker_id} wants to ask")
         await signs.wait(f"{worker_id} may ask")
         return await ask(*arguments)
 
-    async def wait_and_open(store: Store, ids: Any) -> bool:
+    async def wait_and_open(store: Store, gate: Any, ids: Any) -> Any:
         signs.give(f"{worker_id} has asked")
         await signs.wait(f"{worker_id} may open")
         while True:
             try:
                 await store.driver.command({"ping": 1})
-                return await open_gates(store, ids)
+                return await open_gate(store, gate, ids)
             except PyMongoError:
                 await asyncio.sleep(0.1)
 
     replace(dependencies, "_ask", wait_and_ask)
-    replace(dependencies, "open_gates", wait_and_open)
+    replace(dependencies, "open_gate", wait_and_open)
 
 
 @part

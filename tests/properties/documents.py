@@ -70,6 +70,7 @@ class Documents:
             "worker_states": self._entries(id_),
             "leaving": self._leaving(id_),
             "dependents": pick((None, None, None, [], ["job:x"], ["job:x", "job:y"])),
+            "has_children": pick((None, None, None, True)),
             "waits_for": pick((None,) * 9 + ("fail", "run")),
             "flow": pick((None,) * 9 + ("f",)),
             **pick(_IN_LINE),

@@ -115,10 +115,13 @@ class Links:
                 continue
             state = oracle.state
             state["dependents"] = sorted({*oracle.reading.dependents, waiting.id})
-            state["released_time"] = None
-            if oracle.document["status"] not in _UNFINISHED:
-                state["ask_time"] = state.get("ask_time") or now + ms(_FIRST_HOLD_MS)
-            oracle.derive(now)
+            if oracle.document["status"] in _UNFINISHED and state.get("released_time") is None:
+                state["pending"] = True
+            else:
+                state["released_time"] = None
+                if oracle.document["status"] not in _UNFINISHED:
+                    state["ask_time"] = state.get("ask_time") or now + ms(_FIRST_HOLD_MS)
+                oracle.derive(now)
         self._oracles[waiting.id].state["unlinked"] = None
 
     def _fail(self, id_: str, bad: list[str], now: datetime) -> bool:

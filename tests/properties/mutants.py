@@ -428,13 +428,13 @@ async def _underived_unmark(store: Any, marked: Any, mark: Any, _: Any) -> None:
 
 def asked() -> Iterator[tuple[str, Mutant]]:
     """What becomes of tasks that wait for others."""
-    linking = "linking_pipeline"
     yield (
         "a link forgets who waited before",
-        result(dependencies, linking, {"$cond": [{"$isArray": ANYTHING}, *_TWO]}, []),
+        result(dependencies, "_with", {"$cond": [{"$isArray": ANYTHING}, *_TWO]}, []),
     )
-    yield "a link leaves the retention running", result(dependencies, linking, "task_state.released_time", "nothing")
-    yield "what is kept is asked about too early", result(dependencies, linking, 1_000, 999)
+    keeping = "_keeping"
+    yield "a link leaves the retention running", result(dependencies, keeping, "task_state.released_time", "nothing")
+    yield "what is kept is asked about too early", result(dependencies, keeping, 1_000, 999)
     kept_anew = "what is kept is not asked about when its retention changes"
     yield kept_anew, replaced(dependencies, "mark_of_option", lambda *_: {})
     yield "whoever waits fails with what it waits for", _linked(_WANTS_TO_FAIL, {"status": "INIT"})

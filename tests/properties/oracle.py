@@ -76,7 +76,8 @@ class Oracle:
         finished = reading.finished(now)
         changed = finished != was_finished or (reading.deleted and self.document.get("status") != "DELETED")
         line = self.state.get("line")
-        if changed and (reading.dependents or (was_finished and reading.waits) or line is not None):
+        has_children = self.state.get("has_children") is True
+        if changed and (reading.dependents or has_children or (was_finished and reading.waits) or line is not None):
             self.state["ask_time"] = now + ms(1) if self.state.get("ask_time") == now else now
         self.state.pop("pending", None)
         if reading.dependents and not finished:
@@ -96,6 +97,10 @@ class Oracle:
 
     def stamp(self, now: datetime, kind: str, *workers: str) -> None:
         self.document["event"] = [kind, *workers]
+        self.derive(now)
+
+    def note_record(self, now: datetime, worker_id: str) -> None:
+        self.document["record_event"] = ["step_recorded", worker_id]
         self.derive(now)
 
     def forgotten(self, now: datetime) -> bool:
@@ -160,11 +165,8 @@ class Oracle:
         leaving = None if self.document is None else self.sent_away(now, self.entries("RUNNING"))
         state["leaving"] = leaving
         if asked.after:
-            state |= asked.after.stored() | {
-                "waits_for": asked.on_dependency_failure,
-                "unlinked": True,
-                "ask_time": now,
-            }
+            unlinked = {"unlinked": True} if asked.on_dependency_failure == "run" else {}
+            state |= asked.after.stored() | {"waits_for": asked.on_dependency_failure, "ask_time": now} | unlinked
         if asked.sequence_key is not None:
             state |= {**self._line(asked), "place": wish.number, "in_line": True, "ask_time": now}
         untold = self.document is not None and self.reading.deleted and self.state.get("ask_time") is not None
@@ -297,7 +299,18 @@ class Oracle:
             "home",
         )
         line = ("line", "place", "in_line", "on_sequence_failure")
-        kept = (*own, *line, "flow", "after", "waits_for", "unlinked", "dependents", "ask_time", "stages", "own_params")
+        links = (
+            "flow",
+            "after",
+            "waits_for",
+            "unlinked",
+            "dependents",
+            "has_children",
+            "ask_time",
+            "stages",
+            "own_params",
+        )
+        kept = (*own, *line, *links)
         times = {name: self.state.get(name) for name in kept}
         leaving = self.sent_away(now, self.entries("RUNNING"))
         self.document["task_state"] = {**times, "timeout_cnt": 0, "worker_states": [], "leaving": leaving, **changes}
@@ -427,7 +440,7 @@ class Oracle:
         until = {} if delay_ms is None else {"until": now + ms(delay_ms)}
         self._keep([*(self.state.get("steps") or []), {**record, "time": now, **until}], entry, lease_ms, now)
         self.state["timeout_cnt"] = 0
-        self.stamp(now, "step_recorded", entry["worker_id"])
+        self.note_record(now, entry["worker_id"])
         return True
 
     def _keep(self, steps: Entries, entry: Document, lease_ms: int, now: datetime) -> None:
@@ -461,7 +474,7 @@ class Oracle:
         self._keep([*(each for each in steps if each is not known), made], entry, lease_ms, now)
         if made.get("time") is not None:
             self.state["timeout_cnt"] = 0
-            self.stamp(now, "step_recorded", entry["worker_id"])
+            self.note_record(now, entry["worker_id"])
         else:
             self.derive(now)
         return made
@@ -560,7 +573,7 @@ class Oracle:
             begin = self._begin_anew if fresh else self._start_afresh
             begin(now, start_time=None, expire_time=expire_time, **kept)
         if self.state.get("waits_for") in ("fail", "wait") and self.state.get("after") is not None:
-            self.state.update(unlinked=True, ask_time=now)
+            self.state["ask_time"] = now
         self.stamp(now, "retried")
         return True
 

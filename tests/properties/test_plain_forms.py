@@ -20,9 +20,11 @@ import pytest
 from taskmesh.store import Store, finish, rules, steps
 from taskmesh.store.claim import claim
 from taskmesh.store.finish import Outcome
+from taskmesh.store.relations import dependencies, opening
+from taskmesh.store.relations.opening import Gate, open_gate
 from taskmesh.store.signals import Signal, signal_alone
 from tests.chaos.reading import NEVER, ms
-from tests.properties.documents import Documents
+from tests.properties.documents import Documents, renamed
 from tests.properties.oracle import Document, Oracle
 from tests.properties.patience import PatientStore
 from tests.properties.world import known_bytes
@@ -184,12 +186,15 @@ async def test_the_record_of_a_single_execution_is_the_record_by_the_whole_rule(
 
 
 def _by_the_workers_clock(task: Document) -> bool:
-    return str(task["event"]).split("\x1f")[1].endswith("w")
+    return "w\x1f" in task.get("record_event", "")
 
 
 def _without_marks(tasks: dict[str, Document]) -> dict[str, Document]:
     """Without what says whose clock a stamp is by."""
-    return {id_: task | {"event": task["event"].replace("w\x1f", "\x1f")} for id_, task in tasks.items()}
+    return {
+        id_: task | ({"record_event": task["record_event"].replace("w\x1f", "\x1f")} if "record_event" in task else {})
+        for id_, task in tasks.items()
+    }
 
 
 async def test_a_signal_that_is_waited_for_is_the_signal_by_the_whole_rule(
@@ -227,6 +232,132 @@ async def test_a_signal_that_is_waited_for_is_the_signal_by_the_whole_rule(
     assert all(after[id_]["task_state"]["steps"] == before[id_]["task_state"]["steps"] for id_ in over)
 
 
+async def test_the_start_of_children_is_recorded_as_by_the_whole_rule(
+    mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = _nearly_plain(claimed=True)
+    for n, document in enumerate(documents):
+        if n % 3:  # what this execution, or another, has started just before
+            record = {"id": "start:1:a", "kind": "start", "names": ["job:a"], "size": 30}
+            steps_before = [record | {"running_id": _RUNNING_ID if n % 2 else "other"}]
+            document["task_state"] |= {"steps": steps_before, "steps_bytes": 30}
+        Oracle(document).derive(BEGIN)
+    async with _store(mongo_uri, database, "short") as short, _store(mongo_uri, database, "whole") as whole:
+        before = await _filled(short, [_stored(document) for document in documents])
+        await _filled(whole, [_stored(document) for document in documents])
+        _whole_only(monkeypatch, whole)
+        outcomes = [
+            Outcome(
+                id_,
+                _RUNNING_ID,
+                "stepped",
+                step={
+                    "id": f"start:1:{name}",
+                    "kind": "start",
+                    "running_id": _RUNNING_ID,
+                    "names": [name],
+                    "size": n + 1,
+                },
+                lease_ms=lease_ms,
+            )
+            for n, (id_, name, lease_ms) in enumerate(
+                zip(
+                    before, itertools.cycle(("job:a", "job:$b", "job:c")), itertools.cycle((2_600, 4_000)), strict=False
+                )
+            )
+        ]
+        counts = [await steps.record_starts(store, "w1", outcomes, None) for store in (short, whole)]
+        after = await _documents(short)
+        assert counts[0] == counts[1]
+        assert after == await _documents(whole)
+        assert _COUNT / 8 < counts[0] < _COUNT * 7 / 8
+        assert await steps.record_starts(short, "w1", outcomes, None) == 0, "recorded twice"
+
+
+@pytest.mark.parametrize("gate", list(Gate))
+async def test_a_gate_that_is_opened_is_opened_as_by_the_whole_rule(
+    mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    documents = _nearly_plain(claimed=False)
+    shut = {Gate.DEPENDENCIES: "run", Gate.SEQUENCE: True, Gate.FLOW: "f"}
+    for n, document in enumerate(documents):
+        state = document["task_state"]
+        if n % 9:
+            state[gate.rpartition(".")[2]] = shut[gate]
+        if n % 7 == 0:  # another is shut as well
+            other = list(Gate)[n % 3]
+            state[other.rpartition(".")[2]] = shut[other]
+        if n % 5 == 0:
+            until = BEGIN + ms((-1, 0, 9_000)[n % 3]) if n % 2 else NEVER
+            state |= {"suspended_until": until, "suspended_for": {"kind": ("join", "wait")[n % 2]}, "steps_bytes": 3}
+        Oracle(document).derive(BEGIN)
+    async with _store(mongo_uri, database, "short") as short, _store(mongo_uri, database, "whole") as whole:
+        before = await _filled(short, [_stored(document) for document in documents])
+        await _filled(whole, [_stored(document) for document in documents])
+        where = {"queue": {"$ne": "odd"}}
+        commands = _counted(monkeypatch, short)
+        assert await open_gate(short, gate, list(before), where)
+        assert len(commands) == 2, "what the short form left was not asked for by the whole rule"
+        with monkeypatch.context() as patch:
+            patch.setattr(opening, "_held_back", _nothing)
+            assert await open_gate(whole, gate, list(before), where)
+        after = await _documents(short)
+        assert after == await _documents(whole)
+
+        opened = [id_ for id_ in before if after[id_] != before[id_]]
+        assert _COUNT / 8 < len(opened) < _COUNT
+        assert all(after[id_]["queue"] != "odd" for id_ in opened)
+        commands.clear()
+        plain = [
+            id_
+            for id_ in opened
+            if after[id_]["status"] == "INIT"
+            and not after[id_]["task_state"]["worker_states"]
+            and not {"expire_time", "leaving", "moves_to"} & after[id_]["task_state"].keys()
+        ]
+        await short.driver.collection(short.tasks).delete_many({})
+        await _filled(short, [before[id_] for id_ in plain])
+        assert await open_gate(short, gate, plain, where)
+        assert len(commands) == 1, "tasks that nobody has tried took the whole form"
+        assert len(plain) > _COUNT / 8
+
+
+async def test_unfinished_tasks_name_their_dependents_as_by_the_whole_rule(
+    mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = [*_nearly_plain(claimed=False), *(renamed(each, "-run") for each in _nearly_plain(claimed=True))]
+    async with _store(mongo_uri, database, "short") as short, _store(mongo_uri, database, "whole") as whole:
+        before = await _filled(short, documents)
+        await _filled(whole, documents)
+        assert await dependencies._name(short, list(before), {"$literal": ["job:x", "job:$z"]})
+        monkeypatch.setattr(dependencies, "_GOES_ON", {"_id": None})
+        assert await dependencies._name(whole, list(before), {"$literal": ["job:x", "job:$z"]})
+        after = await _documents(short)
+        assert after == await _documents(whole)
+
+        unfinished = [task for task in after.values() if task["status"] in ("INIT", "RUNNING")]
+        assert _COUNT / 2 < len(unfinished) < 2 * _COUNT
+        assert all({"job:x", "job:$z"} <= set(task["task_state"]["dependents"]) for task in after.values())
+        assert all(task["task_state"]["pending"] for task in unfinished)
+
+
+def _counted(patch: pytest.MonkeyPatch, store: Store) -> list[Document]:
+    """The queries of its updates, as they are sent."""
+    sent: list[Document] = []
+    command = store.update_command
+
+    def noted(query: Document, *arguments: Any, **options: Any) -> Document:
+        sent.append(query)
+        return command(query, *arguments, **options)
+
+    patch.setattr(store, "update_command", noted)
+    return sent
+
+
+def _nothing(*_: Any) -> Document:
+    return {"_id": None}
+
+
 async def test_short_forms_take_the_plain_tasks_and_no_others(
     mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,14 +380,7 @@ async def test_short_forms_take_the_plain_tasks_and_no_others(
         # A gate that the short form knows nothing of.
         gates = rules.task_gates
         monkeypatch.setattr(rules, "task_gates", lambda now: gates(now) | {"not suspended": "$task_state.suspended"})
-        sent: list[Document] = []
-        command = store.update_command
-
-        def noted(query: Document, *arguments: Any, **options: Any) -> Document:
-            sent.append(query)
-            return command(query, *arguments, **options)
-
-        monkeypatch.setattr(store, "update_command", noted)
+        sent = _counted(monkeypatch, store)
         ids = ["job:plain", "job:gated"]
         assert await claim(store, ids, "w1", "r1") == 1
         assert {id_ for id_, task in (await _documents(store)).items() if task["status"] == "RUNNING"} == {"job:plain"}

@@ -491,9 +491,10 @@ async def all_found(store: Store, worker: str, what: ScanRange) -> list[Claimabl
 def image(document: Document) -> Document:
     """A stored document as the oracle would have it."""
     shown = {name: value for name, value in document.items() if name not in _NOT_COMPARED}
-    if "event" in shown:
-        stamp = read_stamp(shown["event"])
-        shown["event"] = [part for part in (stamp.kind, stamp.worker_id, *stamp.lost) if part]
+    for name in ("event", "record_event"):
+        if name in shown:
+            stamp = read_stamp(shown[name])
+            shown[name] = [part for part in (stamp.kind, stamp.worker_id, *stamp.lost) if part]
     if dependents := shown["task_state"].get("dependents"):
         shown["task_state"] = shown["task_state"] | {
             "dependents": sorted(dependents)

@@ -76,7 +76,7 @@ from taskmesh.store.mongodb.server_errors import is_over_deadline, is_passing, p
 from taskmesh.store.payloads import Payloads
 from taskmesh.store.publication import Publication
 from taskmesh.store.relations import children
-from taskmesh.store.relations.dependencies import linking_pipeline
+from taskmesh.store.relations.dependencies import naming
 from taskmesh.store.renew import end_lease
 from taskmesh.store.values import cleaned, encoded
 
@@ -381,9 +381,7 @@ class Journal:
         store, parent = self._journals.store, self._execution.id
         while True:
             found = (await self._journals.pending.of([parent], len(ids))).get(parent, {})
-            if await children.name_parent(
-                store, found, ids, parent, linking_pipeline({"$literal": [parent]}, store.now)
-            ):
+            if await children.name_parent(store, found, ids, parent, naming({"$literal": [parent]})):
                 return len(ids & found.keys())
 
     @property
@@ -563,6 +561,8 @@ class Journal:
 
     def remember(self, outcome: Outcome) -> Document:
         """Keep what has been written, and return it."""
+        if "names" in (outcome.step or {}):
+            self._execution.document["task_state"]["has_children"] = True
         record = self._payloads.unsealed_record(self._execution.id, dict(outcome.step or {}))
         if self._records is not None:
             self._keep(record)

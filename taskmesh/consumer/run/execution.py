@@ -565,7 +565,7 @@ class Execution:
             progress,
             unannounced,
             size,
-            concerns_others=bool({"pending", "line"} & self.document["task_state"].keys()),
+            concerns_others=bool({"pending", "line", "has_children"} & self.document["task_state"].keys()),
         )
 
     def report(self) -> Outcome | None:

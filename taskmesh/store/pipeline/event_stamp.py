@@ -16,6 +16,10 @@ from string import digits
 
 from taskmesh.store import rules
 
+RECORD_EVENT = "record_event"
+"""The field with the stamp of a record, which concerns no worker. In no index, other than `event`: so what changes nothing but
+the records takes the server no work on indexes. In a transaction that is nine tenths of an update: for each index of each
+document MongoDB 6 reads the catalog (docs/decisions/0015-less-of-the-server.md)."""
 _SEPARATOR = "\x1f"
 _ANY_WORKER, _PROGRESS, _RECORD = "a", "p", "r"
 _NOT_THE_SERVERS = "w"

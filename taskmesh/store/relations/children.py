@@ -68,12 +68,12 @@ async def pending(store: Store, parents: Sequence[str]) -> dict[str, dict[str, b
 
 
 async def name_parent(
-    store: Store, found: Mapping[str, bool], ids: Collection[str], parent_id: str, linking: Sequence[Document]
+    store: Store, found: Mapping[str, bool], ids: Collection[str], parent_id: str, naming: Sequence[Document]
 ) -> bool:
     """Let these of the parent's `pending` children, and no others, name it as a dependent. Return whether they did before.
 
     They name it from the beginning, so mostly there is nothing to write. If they did not, look at them again: one may have
-    ended meanwhile. `linking`: see `dependencies.linking_pipeline`.
+    ended meanwhile. `naming`: see `dependencies.naming`.
     """
     mine: Document = {"task_state.parent": parent_id, "task_state.pending": True}
     for part in in_parts([id_ for id_, named in found.items() if named and id_ not in ids]):
@@ -86,7 +86,7 @@ async def name_parent(
         await store.update({"_id": {"$in": part}, **mine}, unlinking, _DEADLINE_MS)
     unnamed = [id_ for id_, named in found.items() if not named and id_ in ids]
     for part in in_parts(unnamed):
-        await store.update({"_id": {"$in": part}, **mine}, linking, _DEADLINE_MS)
+        await store.update({"_id": {"$in": part}, **mine}, naming, _DEADLINE_MS)
     return not unnamed
 
 

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import anyio
-from pymongo.errors import OperationFailure, PyMongoError
+from pymongo.errors import PyMongoError
 
 from taskmesh.model.dependency import label
 from taskmesh.model.errors import TaskNotFound
@@ -30,11 +29,14 @@ from taskmesh.store import find, rules
 from taskmesh.store.grouped import Grouped
 from taskmesh.store.malformed import WELL_FORMED
 from taskmesh.store.mongodb.driver import Document
-from taskmesh.store.mongodb.server_errors import is_over_deadline, patiently
+from taskmesh.store.mongodb.server_errors import patiently
 from taskmesh.store.pipeline.by_id import MOST_IDS, in_parts, own_value
 from taskmesh.store.pipeline.event_stamp import stamp
 from taskmesh.store.pipeline.prepared import prepared
+from taskmesh.store.publication import Publication, new_document
 from taskmesh.store.relations import children, sequences
+from taskmesh.store.relations.around_locks import DEADLINE_MS, update_around_locks
+from taskmesh.store.relations.opening import Gate, open_gate
 from taskmesh.store.store import Store
 
 logger = logging.getLogger("taskmesh.dependencies")
@@ -53,9 +55,6 @@ _LEFT_FOR_S = 0.3
 _CLOSES_WITHIN_S = 2.0
 _ENOUGH = 50
 """More marks than these are removed at once, since nothing is gained by waiting for others."""
-_DEADLINE_MS = 2_000
-_PART_DEADLINE_MS = 300
-_PARTS = 8
 _NAMED = 3
 _FEW = 20
 """Up to so many are checked one by one; more of them, by what is unfinished."""
@@ -74,7 +73,7 @@ class _Marked:
     policy: str | None
     """For a task that waits for others: what happens if one of them fails."""
     linked: bool
-    """Whether all its dependencies name it."""
+    """Whether a check finds all that it waits for. Noted of tasks that run however those end; the others are asked about each."""
     after: Sequence[str]
     """What it waits for, if anything."""
     ask_time: datetime
@@ -180,18 +179,21 @@ class Leftovers:
             self._removing = None
 
 
-async def tell(store: Store, ids: Collection[str], leftovers: Leftovers | None = None) -> None:
+async def tell(
+    store: Store, ids: Collection[str], leftovers: Leftovers | None = None, new: Sequence[_Marked] = ()
+) -> None:
     """Act on the marks of these tasks, and of the tasks that this concerns in turn.
 
     Call it when a majority has what set the marks. What cannot be done now is left to a sweep.
 
-    `leftovers`: takes what can wait. None: nothing waits.
+    `leftovers`: takes what can wait. None: nothing waits. `new`: others, whose marks need not be read.
     """
-    answered: set[tuple[str, datetime]] = set()
+    answered = {(task.id, task.ask_time) for task in new}
     try:
-        todo = list(ids)
+        concerned = await _answer(store, new, leftovers)
+        todo = sorted(concerned.union(ids))
         while todo:
-            concerned: set[str] = set()
+            concerned = set()
             for part in in_parts(todo):
                 marked = [task for task in await _marked(store, part) if (task.id, task.ask_time) not in answered]
                 # (What is left for later is still marked, and may be concerned by what follows from it.)
@@ -216,9 +218,9 @@ class Links:
         """Raise `TaskNotFound` unless all these tasks exist. Tries again while the database is unreliable."""
         raise_if_missing(ids, await patiently(lambda: self._there.of(ids)))
 
-    async def tell(self, ids: Collection[str]) -> None:
-        """See `tell`."""
-        await self._tell.of(ids)
+    async def tell(self, publications: Iterable[tuple[Publication, datetime | None]]) -> None:
+        """See `tell`. With each publication goes the mark of its task, if that is new."""
+        await self._tell.of([_Asked(each.id, _new(each, mark)) for each, mark in publications])
 
     async def close(self) -> None:
         """See `Leftovers.close`."""
@@ -230,13 +232,23 @@ class _There(Grouped[str, bool]):
         return dict.fromkeys(await there(self._store, ids), True)
 
 
-class _Tell(Grouped[str, None]):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """A task that may have a mark. `marked`: if it is new, and nothing has to be read."""
+
+    id: str
+    marked: _Marked | None
+
+
+class _Tell(Grouped[_Asked, None]):
     def __init__(self, store: Store, leftovers: Leftovers) -> None:
         super().__init__(store)
         self._leftovers = leftovers
 
-    async def call(self, ids: Sequence[str]) -> Mapping[str, None]:
-        await tell(self._store, ids, self._leftovers)
+    async def call(self, asked: Sequence[_Asked]) -> Mapping[_Asked, None]:
+        known = {each.id for each in asked if each.marked is None}
+        new = [each.marked for each in asked if each.marked is not None]
+        await tell(self._store, known, self._leftovers, new)
         return {}
 
 
@@ -259,7 +271,7 @@ async def sweep(store: Store, after_ms: int = MARKS_FOUND_AFTER_MS, known: Colle
         # So that not every worker does the same. If this one dies, the marks are due again soon.
         later = {"$add": [store.now, _ASKED_BY_ANOTHER_MS - MARKS_FOUND_AFTER_MS]}
         # The mark, postponed.
-        await store.update({"_id": {"$in": ids}, **marked}, [{"$set": {"task_state.ask_time": later}}], _DEADLINE_MS)
+        await store.update({"_id": {"$in": ids}, **marked}, [{"$set": {"task_state.ask_time": later}}], DEADLINE_MS)
         await tell(store, ids)
     return len(ids)
 
@@ -323,40 +335,46 @@ async def _marked(store: Store, ids: Sequence[str]) -> list[_Marked]:
     }
     # By `_id`: the server might prefer the index of marks, and look at all of them.
     query = {"_id": {"$in": list(ids)}, "task_state.ask_time": {"$exists": True}}
-    found = await store.find(query, fields, majority=True, hint="_id_")
-    return [
-        _Marked(
-            id=document["_id"],
-            status=document["status"],
-            dependents=state.get("dependents", ()),
-            policy=state.get("waits_for"),
-            linked="unlinked" not in state,
-            after=state["after"]["ids"] if "after" in state else (),
-            ask_time=state["ask_time"],
-            has_children="has_children" in state,
-            parent=state.get("parent"),
-            in_line=document if "line" in state else None,
-            held="finish_time" in document and state["ask_time"] > document["finish_time"],
-        )
-        for document in found
-        for state in (document["task_state"],)
-    ]
+    return [_read(document) for document in await store.find(query, fields, majority=True, hint="_id_")]
+
+
+def _new(publication: Publication, mark: datetime | None) -> _Marked | None:
+    """Return the task as it was inserted, with this mark."""
+    if mark is None:
+        return None
+    document = new_document(publication, mark)
+    return _read({name: document[name] for name in ("_id", "status", "task_state")})
+
+
+def _read(document: Document) -> _Marked:
+    state = document["task_state"]
+    return _Marked(
+        id=document["_id"],
+        status=document["status"],
+        dependents=state.get("dependents", ()),
+        policy=state.get("waits_for"),
+        linked="unlinked" not in state,
+        after=state["after"]["ids"] if "after" in state else (),
+        ask_time=state["ask_time"],
+        has_children="has_children" in state,
+        parent=state.get("parent"),
+        in_line=document if "line" in state else None,
+        held="finish_time" in document and state["ask_time"] > document["finish_time"],
+    )
 
 
 async def _answer(store: Store, marked: Sequence[_Marked], leftovers: Leftovers | None) -> set[str]:
     """Act on these marks, and remove them. Return which tasks have changed by that."""
     concerned: set[str] = set()
     for some in _sets(marked):
-        done = [
-            await _link(store, [task for task in some if task.wants_links and not task.finished]),
-            await _fail_those_with_failures(store, some, concerned),
-            await _restore_dependents(store, some, concerned),
-        ]
+        linked = await _link(store, [task for task in some if task.wants_links and not task.finished])
+        failed, blocked = await _fail_those_with_failures(store, some, concerned)
+        done = [linked, failed, await _restore_dependents(store, some, concerned)]
         # What was started by a task that did not succeed is no longer wanted.
         childless = [task.id for task in some if task.has_children and task.finished and task.status != "SUCCESS"]
         concerned.update(await children.cancel(store, childless) if childless else ())
         asked = {id_ for task in some if task.finished for id_ in task.dependents}
-        asked |= {task.id for task in some if task.policy is not None and not task.finished}
+        asked |= {task.id for task in some if task.policy is not None and not task.finished and task.id not in blocked}
         parts = list(in_parts(sorted(asked)))
         for start in range(0, len(parts), _ASKED_AT_ONCE):
             asking = (_ask(store, part, concerned) for part in parts[start : start + _ASKED_AT_ONCE])
@@ -388,17 +406,17 @@ def _sets(marked: Sequence[_Marked]) -> Iterator[Sequence[_Marked]]:
 
 async def _link(store: Store, waiting: Sequence[_Marked]) -> bool:
     """Let the dependencies of these tasks name them. A dependency that does not exist (any more) will count as deleted."""
-    by_dependencies: dict[tuple[str, ...], list[str]] = {}
+    by_dependencies: dict[tuple[str, ...], list[_Marked]] = {}
     for task in waiting:
-        by_dependencies.setdefault(tuple(task.after), []).append(task.id)
+        by_dependencies.setdefault(tuple(task.after), []).append(task)
     if len(by_dependencies) > 1 and await _link_at_once(store, waiting):
         return True
     done = True
     for dependencies, dependents in by_dependencies.items():
         linked = True
-        named = {"$literal": dependents}
+        named = {"$literal": [task.id for task in dependents]}
         for part in in_parts(dependencies):
-            linked &= await _update(store, part, {}, linking_pipeline(named, store.now))
+            linked &= await _name(store, part, named)
         done &= linked and await _note_linked(store, dependents)
     return done
 
@@ -415,24 +433,49 @@ async def _link_at_once(store: Store, waiting: Sequence[_Marked]) -> bool:
         for dependency in task.after:
             dependents_of.setdefault(dependency, []).append(task.id)
     for part in in_parts(dependents_of):
-        named = own_value(part, [dependents_of[id_] for id_ in part])
-        if not await _update(store, part, {}, linking_pipeline(named, store.now)):
+        if not await _name(store, part, own_value(part, [dependents_of[id_] for id_ in part])):
             return False
-    return await _note_linked(store, [task.id for task in waiting])
+    return await _note_linked(store, waiting)
 
 
-async def _note_linked(store: Store, dependents: Sequence[str]) -> bool:
+async def _note_linked(store: Store, dependents: Sequence[_Marked]) -> bool:
     # From now on a check finds all that these wait for.
-    return await _update(store, dependents, {}, [{"$unset": "task_state.unlinked"}])
+    linked = [{"$unset": "task_state.unlinked"}]
+    return await _update(store, [task.id for task in dependents if not task.linked], {}, linked)
 
 
-def linking_pipeline(dependents: rules.Expression, now: rules.Expression) -> list[Document]:
-    """Let a task name these dependents. If it is finished already, it is kept for them."""
+async def _name(store: Store, dependencies: Sequence[str], dependents: rules.Expression) -> bool:
+    """Let these tasks name those as their dependents. False if somebody's open transaction held one of them."""
+    unfinished = await update_around_locks(store, dependencies, _GOES_ON, naming(dependents))
+    if unfinished == len(dependencies):
+        return True
+    others = await update_around_locks(store, dependencies, {}, _keeping(dependents, store.now))
+    return unfinished is not None and others is not None
+
+
+_GOES_ON: Document = {"status": {"$in": _UNFINISHED}, "task_state.released_time": None}
+"""The task is not finished, nor was a finished one that is kept no longer."""
+
+
+def naming(dependents: rules.Expression) -> list[Document]:
+    """Let an unfinished task name these dependents. Nothing else follows from that before it is finished."""
+    return [
+        # Those that it names already, and these.
+        {"$set": {"task_state.dependents": _with(dependents), "task_state.pending": True}},
+    ]
+
+
+def _with(dependents: rules.Expression) -> rules.Expression:
     known = {"$cond": [{"$isArray": [rules.DEPENDENTS]}, rules.DEPENDENTS, []]}
+    return {"$setUnion": [known, dependents]}
+
+
+def _keeping(dependents: rules.Expression, now: rules.Expression) -> list[Document]:
+    """Let a task name these dependents. If it is finished already, it is kept for them."""
     later = {"$cond": [_is_finished, {"$add": [now, _FIRST_HOLD_MS]}, "$$REMOVE"]}
     return [
         # Those that it names already, and these.
-        {"$set": {"task_state.dependents": {"$setUnion": [known, dependents]}}},
+        {"$set": {"task_state.dependents": _with(dependents)}},
         # Its retention, if that has begun, stops again.
         {"$unset": "task_state.released_time"},
         # A finished task has nothing to tell its dependents, since they check by themselves; but it is kept for them.
@@ -461,11 +504,15 @@ def mark_of_option(changes: Mapping[str, Any], now: rules.Expression) -> Documen
     return {"ask_time": {"$cond": [checked, rules.next_mark(now), {"$ifNull": [rules.ASK_TIME, "$$REMOVE"]}]}}
 
 
-async def _fail_those_with_failures(store: Store, marked: Sequence[_Marked], concerned: set[str]) -> bool:
+async def _fail_those_with_failures(
+    store: Store, marked: Sequence[_Marked], concerned: set[str]
+) -> tuple[bool, Collection[str]]:
     """Fail the tasks that want to fail and have a dependency that ended in any other way than SUCCESS, as far as is known.
 
     That is: tasks that name one of these as a dependency; and those of these whose own dependency had ended before it could tell
     them, or is gone.
+
+    Returns whether all is done, and which of these have been seen to wait for something unfinished, which will tell them.
     """
     after_of = {task.id: task.after for task in marked if task.policy == "fail" and not task.finished}
     bad = [task for task in marked if task.finished and task.status != "SUCCESS"]
@@ -478,7 +525,7 @@ async def _fail_those_with_failures(store: Store, marked: Sequence[_Marked], con
     ends = await _ends(store, {id_ for after in after_of.values() for id_ in after})
     done, failed = await _fail(store, after_of, ends)
     concerned.update(told, failed)
-    return done
+    return done, [id_ for id_, after in after_of.items() if any(ends.get(each) in _UNFINISHED for each in after)]
 
 
 async def _ends(store: Store, ids: Collection[str]) -> dict[str, str]:
@@ -561,7 +608,7 @@ async def _ask(store: Store, ids: Sequence[str], concerned: set[str]) -> bool:
     ready = await _unblocked(store, ids)
     ends = await _ends(store, {id_ for row in ready for id_ in row["wanted"]})
     to_open = [row["_id"] for row in ready if all(ends.get(id_) == "SUCCESS" for id_ in row["wanted"])]
-    opened = await open_gates(store, to_open)
+    opened = await open_gate(store, Gate.DEPENDENCIES, to_open) if to_open else True
     done, failed = await _fail(store, {row["_id"]: row["wanted"] for row in ready if row["policy"] == "fail"}, ends)
     concerned.update(to_open, failed)
     return opened and done
@@ -614,28 +661,6 @@ async def _blocked(store: Store, ids: Sequence[str]) -> set[str]:
         {"$group": {"_id": "$dependents"}},
     ]
     return {row["_id"] for row in await store.driver.rows(store.tasks, stages, majority=True, hint="taskmesh_pending")}
-
-
-async def open_gates(store: Store, ids: Sequence[str]) -> bool:
-    """Open the gate `dependencies` of these tasks. A gate that is open already is left alone."""
-    now = store.now
-    query = {"task_state.waits_for": {"$exists": True}}
-    pipeline = [
-        # That is the gate.
-        {"$unset": "task_state.waits_for"},
-        # A handler that is suspended until its children are finished may go on.
-        {"$set": {"task_state.suspended_until": {"$cond": [_joins, now, {"$ifNull": [_suspended_until, "$$REMOVE"]}]}}},
-        # Announced to workers.
-        {"$set": {"event": stamp("opened", now)}},
-        *prepared(rules.derivation, now),
-    ]
-    return await _update(store, ids, query, pipeline)
-
-
-_suspended_until = "$task_state.suspended_until"
-_joins: rules.Expression = {
-    "$and": [{"$gt": [_suspended_until, None]}, {"$eq": ["$task_state.suspended_for.kind", "join"]}]
-}
 
 
 async def _release(store: Store, held: Sequence[str]) -> None:
@@ -719,25 +744,4 @@ async def _unmark_all(
 
 async def _update(store: Store, ids: Sequence[str], query: Document, pipeline: Sequence[Document]) -> bool:
     """Update these tasks. False if somebody's open transaction held one of them, so that a sweep has to do it again."""
-    if not ids:
-        return True
-    try:
-        await store.update({"_id": {"$in": list(ids)}, **query}, pipeline, _DEADLINE_MS, hint="_id_")
-    except OperationFailure as error:
-        if not is_over_deadline(error):
-            raise
-    else:
-        return True
-    shuffled = random.sample(list(ids), len(ids))
-    parts = [shuffled[i::_PARTS] for i in range(min(_PARTS, len(shuffled)))]
-    return all(await asyncio.gather(*(_update_part(store, part, query, pipeline) for part in parts)))
-
-
-async def _update_part(store: Store, ids: Sequence[str], query: Document, pipeline: Sequence[Document]) -> bool:
-    try:
-        await store.update({"_id": {"$in": list(ids)}, **query}, pipeline, _PART_DEADLINE_MS, hint="_id_")
-    except OperationFailure as error:
-        if not is_over_deadline(error):
-            raise
-        return False
-    return True
+    return await update_around_locks(store, ids, query, pipeline) is not None

@@ -21,11 +21,10 @@ from typing import Any
 
 from pymongo.errors import OperationFailure
 
-from taskmesh.store import rules
 from taskmesh.store.mongodb.driver import Document
-from taskmesh.store.mongodb.server_errors import Code, is_over_deadline
-from taskmesh.store.pipeline.event_stamp import stamp
-from taskmesh.store.pipeline.prepared import prepared
+from taskmesh.store.mongodb.server_errors import Code
+from taskmesh.store.pipeline.by_id import own_value
+from taskmesh.store.relations.opening import Gate, open_gate
 from taskmesh.store.store import WRITE_DEADLINE_MS, Store
 
 logger = logging.getLogger("taskmesh.sequences")
@@ -39,11 +38,6 @@ _UNFINISHED = ("INIT", "RUNNING")
 FIELDS = dict.fromkeys(("status", *(f"task_state.{n}" for n in ("place", "in_line", "line", "on_sequence_failure"))), 1)
 """What is read of a task."""
 _NOTHING: Mapping[str, Document] = MappingProxyType({})
-
-
-def line_of(queue: str, key: str) -> str:
-    """Return the name of a line: the queue in which its tasks were published, and their sequence key."""
-    return f"{queue}:{key}"  # no queue has a colon in its name
 
 
 async def advance_those_of(store: Store, tasks: Iterable[Document], empty: set[str] | None = None) -> bool:
@@ -172,27 +166,38 @@ async def _move_on(
 
     If another worker was faster with any of them, it is unknown with which: then none counts as written here.
     """
-    updates, deletes, empty = [], [], set()
-    for line in lines:
-        head, after = heads.get(line), following.get(line)
-        as_seen = {"_id": line, "head": head["head"], "place": head["place"]} if head else {"_id": line, "head": None}
-        if after is not None:
-            new = {"head": after["head"], "place": after["place"]}
-            check = {"pause_ms": _FIRST_LOOK_AFTER_MS, "check_time": {"$add": [store.now, _FIRST_LOOK_AFTER_MS]}}
-            change = [
-                # The new head, and when to look at it if it is that still.
-                {"$set": {**{name: {"$literal": value} for name, value in new.items()}, **check}},
-            ]
-            updates.append({"q": as_seen, "u": change, "upsert": head is None})
-        elif head is not None:
-            deletes.append({"q": as_seen, "limit": 1})
-        else:
-            empty.add(line)
-    if deletes:
-        await _write(store, {"delete": store.sequences, "deletes": deletes})
-    if updates and await _write(store, {"update": store.sequences, "updates": updates}) == len(updates):
+    check = {"pause_ms": _FIRST_LOOK_AFTER_MS, "check_time": {"$add": [store.now, _FIRST_LOOK_AFTER_MS]}}
+    left = [line for line in lines if line in heads and line not in following]
+    begun = [line for line in lines if line in following and line not in heads]
+    moved = [line for line in lines if line in following and line in heads]
+    if left:
+        await _write(store, {"delete": store.sequences, "deletes": [{"q": _as_seen(left, heads), "limit": 0}]})
+    updates: list[Document] = []
+    if moved:
+        new = own_value(moved, [_head_of(following[line]) for line in moved])
+        # The new head, and when to look at it if it is that still.
+        change: list[Document] = [{"$replaceWith": {"$mergeObjects": ["$$ROOT", new, check]}}]
+        updates.append({"q": _as_seen(moved, heads), "u": change, "multi": True, "hint": "_id_"})
+    for line in begun:
+        # The first head.
+        change = [
+            {"$set": {**{name: {"$literal": value} for name, value in _head_of(following[line]).items()}, **check}}
+        ]
+        updates.append({"q": {"_id": line, "head": None}, "u": change, "upsert": True})
+    empty = {line for line in lines if line not in heads and line not in following}
+    if updates and await _write(store, {"update": store.sequences, "updates": updates}) == len(moved) + len(begun):
         return list(following.values()), empty
     return [], empty
+
+
+def _head_of(found: Document) -> Document:
+    return {"head": found["head"], "place": found["place"]}
+
+
+def _as_seen(lines: Sequence[str], heads: Mapping[str, Document]) -> Document:
+    """Match those of these lines whose heads are still the ones that were seen."""
+    seen = own_value(lines, [_head_of(heads[line]) for line in lines])
+    return {"_id": {"$in": list(lines)}, "$expr": {"$eq": [{"head": "$head", "place": "$place"}, seen]}}
 
 
 async def _write(store: Store, command: Document) -> int:
@@ -209,24 +214,9 @@ async def _write(store: Store, command: Document) -> int:
 
 async def _open(store: Store, heads: Sequence[Document]) -> bool:
     """Open the gates of these heads, each only at the place at which it became the head. False if somebody held one."""
-    if not heads:
-        return True
-    at = {"$or": [{"_id": head["head"], "task_state.place": head["place"]} for head in heads]}
-    query = {"_id": {"$in": [head["head"] for head in heads]}, "task_state.in_line": True, "status": "INIT", **at}
-    pipeline: list[Document] = [
-        # That is the gate.
-        {"$unset": "task_state.in_line"},
-        # Announced to workers.
-        {"$set": {"event": stamp("opened", store.now)}},
-        *prepared(rules.derivation, store.now),
-    ]
-    try:
-        await store.update(query, pipeline)
-    except OperationFailure as error:
-        if is_over_deadline(error):
-            return False
-        raise
-    return True
+    ids = [head["head"] for head in heads]
+    at = {"$expr": {"$eq": ["$task_state.place", own_value(ids, [head["place"] for head in heads])]}}
+    return not ids or await open_gate(store, Gate.SEQUENCE, ids, {"status": "INIT", **at})
 
 
 async def head_of(store: Store, line: str) -> str | None:
