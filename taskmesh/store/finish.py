@@ -82,6 +82,10 @@ HANDLED_BY_SHORT_SUCCESS = _OF_OTHERS | {
         )
     ),
 }
+_HANDLED_BY_SHORT_GIVING_BACK = HANDLED_BY_SHORT_SUCCESS.union({"task_state.suspended_until"}).difference(
+    # These might finish a task without a live entry.
+    {"task_state.expire_time", "task_state.dropped_fail_cnt"}
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -144,8 +148,10 @@ async def finish(
             for outcome in alone:
                 outcome.concerns_others = True
         counted += await _finish_plain(store, worker_id, watched, session, deadline_ms, alone=False)
-        if counted == len(outcomes):
-            return counted
+    elif kind in _GIVEN_BACK:
+        counted = await _give_back_plain(store, worker_id, outcomes, session, deadline_ms)
+    if counted == len(outcomes):
+        return counted
     query = still_held_by(outcomes, store.now)
     if kind == "looped":
         stages = _looped(outcomes, store.now)
@@ -174,18 +180,6 @@ async def _finish_plain(
     if not outcomes:
         return 0
     now = store.now
-    held = [
-        {"_id": {"$in": ids}, "task_state.worker_states": at_work(running_id)}
-        for running_id, ids in ids_by_claim(outcomes).items()
-    ]
-    query = {
-        "$and": [
-            {"_id": {"$in": [outcome.id for outcome in outcomes]}, "status": "RUNNING"},
-            # A double `$nor` is an `$or` that uses no index: with one, the server may read each document twice.
-            *(held if len(held) == 1 else [{"$nor": [{"$nor": held}]}]),
-            prepared(_single, now, alone),
-        ]
-    }
     retained_ms = "$task_option.retain_success_ms"
     is_waited_for = {"$or": [rules.HAS_DEPENDENTS, {"$gt": [rules.LINE, None]}]}
     goes = {"$and": [{"$gt": [retained_ms, None]}, {"$not": [is_waited_for]}]}
@@ -220,8 +214,59 @@ async def _finish_plain(
             }
         }
     ]
+    query = {"$and": [*of_these(outcomes), prepared(_single, now, alone)]}
     reply = await store.update(query, pipeline, deadline_ms, session, hint="_id_")
     return int(reply["n"])
+
+
+async def _give_back_plain(
+    store: Store, worker_id: str, outcomes: Sequence[Outcome], session: Any, deadline_ms: int
+) -> int:
+    """Remove the entries by the short form (see `plain`), where each is the only one, and nothing failed or was lost before."""
+    now = store.now
+    event = _announcement(_ANNOUNCED_AS.get(outcomes[0].kind, outcomes[0].kind), worker_id, outcomes, now)
+    stages: list[Document] = [
+        *_given_back(outcomes, now),
+        # It waits, as a task that nobody has tried.
+        {
+            "$set": {
+                "event": event,
+                "status": "INIT",
+                "next_claim_time": plain.CLAIMABLE_FROM,
+                "settle_time": "$$REMOVE",
+            }
+        },
+    ]
+    query = {"$and": [*of_these(outcomes), {"task_state.timeout_cnt": 0}, prepared(_given_back_alone, now)]}
+    reply = await store.update(query, stages, deadline_ms, session, hint="_id_")
+    return int(reply["n"])
+
+
+def _given_back_alone(now: rules.Expression) -> Document:
+    """Return the conditions under which a task without its only entry is INIT, for whatever worker may have it."""
+    return {
+        "task_state.worker_states": {"$size": 1},
+        # Whatever else the rule reads.
+        **plain.without_others(rules.derivation(now), _HANDLED_BY_SHORT_GIVING_BACK),
+        "$expr": _its_only_entry_is_live(now),
+    }
+
+
+def of_these(outcomes: Iterable[Outcome]) -> list[Document]:
+    """Return the conditions that a task is one of these, and RUNNING by the same execution."""
+    ids_of = ids_by_claim(outcomes)
+    held = [
+        {"_id": {"$in": ids}, "task_state.worker_states": at_work(running_id)} for running_id, ids in ids_of.items()
+    ]
+    return [
+        {"_id": {"$in": [id_ for ids in ids_of.values() for id_ in ids]}, "status": "RUNNING"},
+        # A double `$nor` is an `$or` that uses no index: with one, the server may read each document twice.
+        *(held if len(held) == 1 else [{"$nor": [{"$nor": held}]}]),
+    ]
+
+
+def _its_only_entry_is_live(now: rules.Expression) -> rules.Expression:
+    return {"$gt": [{"$arrayElemAt": [f"{rules.ENTRIES}.ping_expire_time", 0]}, now]}
 
 
 def _single(now: rules.Expression, alone: bool) -> Document:
@@ -236,7 +281,7 @@ def _single(now: rules.Expression, alone: bool) -> Document:
         "task_state.worker_states": {"$size": 1},
         # Whatever else the rule reads.
         **plain.without_others(whole, handled),
-        "$expr": {"$gt": [{"$arrayElemAt": [f"{rules.ENTRIES}.ping_expire_time", 0]}, now]},
+        "$expr": _its_only_entry_is_live(now),
     }
 
 

@@ -31,9 +31,8 @@ from taskmesh.store.finish import (
     Outcome,
     Recorded,
     asked_for,
-    at_work,
     held_entry,
-    ids_by_claim,
+    of_these,
     per_outcome,
     still_held_by,
 )
@@ -103,18 +102,13 @@ async def _record_plain(
 
 def _plain(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
     """Match the tasks in which nothing but the record changes: see `_record_plain`."""
-    held = [
-        {"_id": {"$in": ids}, "task_state.worker_states": at_work(running_id)}
-        for running_id, ids in ids_by_claim(outcomes).items()
-    ]
     until = {"$arrayElemAt": [f"{rules.ENTRIES}.ping_expire_time", 0]}
     left_ms = per_outcome([_young_ms(outcome.lease_ms) for outcome in outcomes], outcomes)
     is_young = {"$gt": [until, {"$add": [now, left_ms]}]}
     return {
         "$and": [
-            {"_id": {"$in": [outcome.id for outcome in outcomes]}, "status": "RUNNING", "task_state.timeout_cnt": 0},
-            # A double `$nor` is an `$or` that uses no index: with one, the server may read each document twice.
-            *(held if len(held) == 1 else [{"$nor": [{"$nor": held}]}]),
+            *of_these(outcomes),
+            {"task_state.timeout_cnt": 0},
             prepared(_undisturbed, now),
             {"$expr": {"$and": [is_young, _is_new(outcomes)]}},
         ]

@@ -19,8 +19,9 @@ import pytest
 
 from taskmesh.store import Store, finish, rules, steps
 from taskmesh.store.claim import claim
-from taskmesh.store.finish import Outcome
+from taskmesh.store.finish import Kind, Outcome
 from taskmesh.store.relations import dependencies, opening
+from taskmesh.store.relations.around_locks import update_around_locks
 from taskmesh.store.relations.opening import Gate, open_gate
 from taskmesh.store.signals import Signal, signal_alone
 from tests.chaos.reading import NEVER, ms
@@ -232,6 +233,79 @@ async def test_a_signal_that_is_waited_for_is_the_signal_by_the_whole_rule(
     assert all(after[id_]["task_state"]["steps"] == before[id_]["task_state"]["steps"] for id_ in over)
 
 
+@pytest.mark.parametrize("kind", ["released", "snoozed", "suspended", "conflicted"])
+async def test_a_single_execution_is_given_back_as_by_the_whole_rule(
+    mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    documents = _nearly_plain(claimed=True)
+    waits: list[Document] = [
+        {"id": "join:1:a", "kind": "join", "name": "a"},
+        {"id": "wait:1:go", "kind": "wait", "name": "go", "event": "go"},
+        {
+            "id": "sleep:1:s",
+            "kind": "sleep",
+            "name": "s",
+            "record": {"id": "sleep:1:s", "size": 9},
+            "timeout_ms": 4_000,
+        },
+    ]
+    for n, document in enumerate(documents):
+        if n % 4 == 0:
+            document["task_state"] |= {"signals": [{"event": "go", "id": "s", "size": 1}], "signals_bytes": 1}
+        if n % 5 == 0:
+            gone_on = [{"id": "wait:1:go", "kind": "wait", "until": BEGIN + ms(7_000), "size": 3}]
+            document["task_state"] |= {"steps": gone_on, "steps_bytes": 3}
+        if n % 6 == 0:
+            document["task_state"]["timeout_cnt"] = 2
+            document["task_option"]["max_timeouts"] = 1
+        if n % 7 == 0:
+            others = [entry | {"running_id": "other"} for entry in document["task_state"]["worker_states"]]
+            document["task_state"]["worker_states"] += others
+        Oracle(document).derive(BEGIN)
+    async with _store(mongo_uri, database, "short") as short, _store(mongo_uri, database, "whole") as whole:
+        before = await _filled(short, [_stored(document) for document in documents])
+        await _filled(whole, [_stored(document) for document in documents])
+        _whole_only(monkeypatch, whole)
+        short.now = whole.now = BEGIN + ms(1)  # some leases have run out by now
+        outcomes = [
+            Outcome(
+                id_,
+                _RUNNING_ID,
+                kind,
+                delay_ms=(None, 0, 5_000)[n % 3] if kind == "snoozed" or n % 2 else None,
+                progress={"fraction": 1.0} if n % 2 else None,
+                step=waits[n % 3] if kind == "suspended" else None,
+            )
+            for n, id_ in enumerate(before)
+        ]
+        counts = [await finish.finish(store, "w1", outcomes) for store in (short, whole)]
+        after = await _documents(short)
+        assert counts[0] == counts[1]
+        assert after == await _documents(whole)
+        assert _COUNT / 8 < counts[0] < _COUNT * 7 / 8
+
+        taken = [id_ for id_ in before if after[id_]["event"] != before[id_]["event"]]
+        untried = [
+            id_
+            for id_ in taken
+            if before[id_]["task_state"]["timeout_cnt"] == 0
+            and len(before[id_]["task_state"]["worker_states"]) == 1
+            and not _UNUSUAL & {name for name, value in before[id_]["task_state"].items() if value is not None}
+        ]
+        await short.driver.collection(short.tasks).delete_many({})
+        await _filled(short, [before[id_] for id_ in untried])
+        commands = _counted(monkeypatch, short)
+        again = [outcome for outcome in outcomes if outcome.id in untried]
+        assert await finish.finish(short, "w1", again) == len(again) > _COUNT / 8
+        assert len(commands) == 1, "single executions took the whole form"
+
+
+_UNUSUAL = {
+    *("expire_time", "dropped_fail_cnt", "leaving", "moves_to", "released_time", "in_line", "flow", "waits_for"),
+    *("cancel_time", "deleted_time", "dependency_failure"),
+}
+
+
 async def test_the_start_of_children_is_recorded_as_by_the_whole_rule(
     mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,11 +364,17 @@ async def test_a_gate_that_is_opened_is_opened_as_by_the_whole_rule(
         if n % 5 == 0:
             until = BEGIN + ms((-1, 0, 9_000)[n % 3]) if n % 2 else NEVER
             state |= {"suspended_until": until, "suspended_for": {"kind": ("join", "wait")[n % 2]}, "steps_bytes": 3}
+        if n % 8 == 0:
+            failed = {"running_id": "f", "worker_id": "w1", "state": "FAIL", "start_time": BEGIN, "fail_time": BEGIN}
+            state["worker_states"] = [failed | {"ping_expire_time": BEGIN + ms(3_000)}]
+        if n % 10 == 1:
+            state["expire_time"] = BEGIN + ms(1)
         Oracle(document).derive(BEGIN)
     async with _store(mongo_uri, database, "short") as short, _store(mongo_uri, database, "whole") as whole:
         before = await _filled(short, [_stored(document) for document in documents])
         await _filled(whole, [_stored(document) for document in documents])
         where = {"queue": {"$ne": "odd"}}
+        short.now = whole.now = BEGIN + ms(1)
         commands = _counted(monkeypatch, short)
         assert await open_gate(short, gate, list(before), where)
         assert len(commands) == 2, "what the short form left was not asked for by the whole rule"
@@ -307,6 +387,7 @@ async def test_a_gate_that_is_opened_is_opened_as_by_the_whole_rule(
         opened = [id_ for id_ in before if after[id_] != before[id_]]
         assert _COUNT / 8 < len(opened) < _COUNT
         assert all(after[id_]["queue"] != "odd" for id_ in opened)
+        assert all(gate.rpartition(".")[2] in before[id_]["task_state"] for id_ in opened)
         commands.clear()
         plain = [
             id_
@@ -322,23 +403,26 @@ async def test_a_gate_that_is_opened_is_opened_as_by_the_whole_rule(
         assert len(plain) > _COUNT / 8
 
 
-async def test_unfinished_tasks_name_their_dependents_as_by_the_whole_rule(
-    mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unfinished_tasks_name_their_dependents_as_by_the_whole_rule(mongo_uri: str, database: str) -> None:
     documents = [*_nearly_plain(claimed=False), *(renamed(each, "-run") for each in _nearly_plain(claimed=True))]
     async with _store(mongo_uri, database, "short") as short, _store(mongo_uri, database, "whole") as whole:
         before = await _filled(short, documents)
         await _filled(whole, documents)
-        assert await dependencies._name(short, list(before), {"$literal": ["job:x", "job:$z"]})
-        monkeypatch.setattr(dependencies, "_GOES_ON", {"_id": None})
-        assert await dependencies._name(whole, list(before), {"$literal": ["job:x", "job:$z"]})
+        named = {"$literal": ["job:x", "job:$z"]}
+        count = await update_around_locks(short, list(before), dependencies._GOES_ON, dependencies.naming(named))
         after = await _documents(short)
+        taken = [id_ for id_ in before if after[id_] != before[id_]]
+        assert count == len(taken)
+        assert _COUNT / 2 < len(taken) < 2 * _COUNT
+        await update_around_locks(whole, taken, {}, dependencies._keeping(named, whole.now))
         assert after == await _documents(whole)
 
-        unfinished = [task for task in after.values() if task["status"] in ("INIT", "RUNNING")]
-        assert _COUNT / 2 < len(unfinished) < 2 * _COUNT
-        assert all({"job:x", "job:$z"} <= set(task["task_state"]["dependents"]) for task in after.values())
-        assert all(task["task_state"]["pending"] for task in unfinished)
+        assert {after[id_]["status"] for id_ in taken} == {"INIT", "RUNNING"}
+        left = [id_ for id_ in before if id_ not in taken and "released_time" not in before[id_]["task_state"]]
+        assert {"INIT", "RUNNING"}.isdisjoint(before[id_]["status"] for id_ in left)
+        assert await dependencies._name(short, list(before), named)
+        named_by = [task["task_state"]["dependents"] for task in (await _documents(short)).values()]
+        assert all({"job:x", "job:$z"} <= set(names) for names in named_by)
 
 
 def _counted(patch: pytest.MonkeyPatch, store: Store) -> list[Document]:
@@ -404,6 +488,7 @@ async def test_short_forms_take_the_plain_tasks_and_no_others(
 
         sent.clear()
         waiting = state | {"steps": [{"id": "wait:1:go", "size": 1}], "steps_bytes": 1, "suspended_until": NEVER}
+        waiting["has_children"] = True
         waiting["suspended_for"] = {"id": "wait:1:go", "event": "go"}
         suspended = plain | {"_id": "job:suspended", "task_state": waiting}
         Oracle(suspended).derive(BEGIN)

@@ -17,6 +17,16 @@ ALONE: Document = {"task_option.concurrent_worker_cnt": 1}
 """A condition of the short claim and of the short SUCCESS: the task is for one worker at a time."""
 
 
+_SHUT = [{"$gt": [f"$task_state.{name}", None]} for name in ("waits_for", "in_line", "flow")]
+_LATEST: rules.Expression = {
+    "$max": [f"$task_state.{name}" for name in ("create_time", "start_time", "resume_time", "suspended_until")]
+}
+CLAIMABLE_FROM: rules.Expression = {
+    "$cond": [{"$or": [*_SHUT, {"$gte": [_LATEST, rules.NEVER]}]}, "$$REMOVE", _LATEST],
+}
+"""The `next_claim_time` of an INIT task without entries that has no gates but those of others, and times."""
+
+
 def without_others(whole: rules.Expression, handled: Collection[str]) -> Document:
     """Return the condition that a task has none of the fields that `whole` reads, except for those in `handled`.
 

@@ -67,23 +67,18 @@ _joins: rules.Expression = {
 
 def _opening_plain(now: rules.Expression, gate: Gate) -> list[Document]:
     """Return what `_opening` amounts to for tasks that are `_held_back`: when they may be claimed, and nothing else."""
-    others = [{"$gt": [f"${other.value}", None]} for other in Gate if other is not gate]
-    times = [f"$task_state.{name}" for name in ("create_time", "start_time", "resume_time", "suspended_until")]
-    latest = {"$max": times}
-    never = {"$or": [*others, {"$gte": [latest, rules.NEVER]}]}
     return [
         *_opened(now, gate),
-        # At the latest of these times, unless another gate is shut.
-        {"$set": {"next_claim_time": {"$cond": [never, "$$REMOVE", latest]}}},
+        # Unless another gate is shut.
+        {"$set": {"next_claim_time": plain.CLAIMABLE_FROM}},
     ]
 
 
 def _held_back(now: rules.Expression, gate: Gate) -> Document:
     """Return the conditions under which an INIT task has nothing but these gates, and times, that keep it from every worker."""
     return {
-        "status": "INIT",
         "task_state.worker_states": {"$size": 0},
-        # Whatever else the rule reads.
+        # Whatever else the rule reads; `finish_time`, too, so it is not finished.
         **plain.without_others(_opening(now, gate), _HANDLED),
     }
 
