@@ -368,13 +368,16 @@ async def _answer(store: Store, marked: Sequence[_Marked], leftovers: Leftovers 
     concerned: set[str] = set()
     for some in _sets(marked):
         linked = await _link(store, [task for task in some if task.wants_links and not task.finished])
-        failed, blocked = await _fail_those_with_failures(store, some, concerned)
+        failed, blocked, ready = await _fail_those_with_failures(store, some, concerned)
         done = [linked, failed, await _restore_dependents(store, some, concerned)]
+        if ready:
+            done.append(await open_gate(store, Gate.DEPENDENCIES, sorted(ready)))
+            concerned.update(ready)
         # What was started by a task that did not succeed is no longer wanted.
         childless = [task.id for task in some if task.has_children and task.finished and task.status != "SUCCESS"]
         concerned.update(await children.cancel(store, childless) if childless else ())
         asked = {id_ for task in some if task.finished for id_ in task.dependents}
-        asked |= {task.id for task in some if task.policy is not None and not task.finished and task.id not in blocked}
+        asked |= {task.id for task in some if task.policy is not None and not task.finished} - blocked - ready
         parts = list(in_parts(sorted(asked)))
         for start in range(0, len(parts), _ASKED_AT_ONCE):
             asking = (_ask(store, part, concerned) for part in parts[start : start + _ASKED_AT_ONCE])
@@ -506,13 +509,14 @@ def mark_of_option(changes: Mapping[str, Any], now: rules.Expression) -> Documen
 
 async def _fail_those_with_failures(
     store: Store, marked: Sequence[_Marked], concerned: set[str]
-) -> tuple[bool, Collection[str]]:
+) -> tuple[bool, set[str], set[str]]:
     """Fail the tasks that want to fail and have a dependency that ended in any other way than SUCCESS, as far as is known.
 
     That is: tasks that name one of these as a dependency; and those of these whose own dependency had ended before it could tell
     them, or is gone.
 
-    Returns whether all is done, and which of these have been seen to wait for something unfinished, which will tell them.
+    Returns whether all is done; and which of these need not be asked about: those that wait for something unfinished, which will
+    tell them, and those of which all that they wait for is SUCCESS.
     """
     after_of = {task.id: task.after for task in marked if task.policy == "fail" and not task.finished}
     bad = [task for task in marked if task.finished and task.status != "SUCCESS"]
@@ -525,7 +529,9 @@ async def _fail_those_with_failures(
     ends = await _ends(store, {id_ for after in after_of.values() for id_ in after})
     done, failed = await _fail(store, after_of, ends)
     concerned.update(told, failed)
-    return done, [id_ for id_, after in after_of.items() if any(ends.get(each) in _UNFINISHED for each in after)]
+    of_each = {id_: {ends.get(each) for each in after} for id_, after in after_of.items()}
+    blocked = {id_ for id_, statuses in of_each.items() if not statuses.isdisjoint(_UNFINISHED)}
+    return done, blocked, {task.id for task in marked if of_each.get(task.id) == {"SUCCESS"}}
 
 
 async def _ends(store: Store, ids: Collection[str]) -> dict[str, str]:
