@@ -101,10 +101,10 @@ async def open_members(store: Store, key: str) -> None:
     if flow is None or flow["state"] != "sealed":
         return
     members: list[str] = flow["members"]
-    for part in in_parts(members):
-        if not await open_gate(store, Gate.FLOW, part, {Gate.FLOW: key}):
-            return  # a sweep opens it shortly
+    all_open = [await open_gate(store, Gate.FLOW, part, {Gate.FLOW: key}) for part in in_parts(members)]
     await dependencies.tell(store, members)
+    if not all(all_open):
+        return  # somebody's open transaction holds one: a sweep opens it later
     opened = {"state": "opened", "state_time": store.now, "check_time": {"$add": [store.now, _KEPT_EMPTY_MS]}}
     # Not if somebody has added members since.
     await _flows(store).update_one({"_id": key, "state": "sealed", "members": members}, [{"$set": opened}])

@@ -8,7 +8,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from pymongo import AsyncMongoClient
 
+from benchmarks.commands import Commands
 from taskmesh import (
     InvalidOption,
     Status,
@@ -479,3 +481,29 @@ async def test_whoever_records_a_success_tells_what_waits_for_it_and_leaves_that
     by_parent = [_told_after(one, await other.task()) for one, other in zip(children, parents, strict=True)]
     soon = timedelta(milliseconds=dependencies.MARKS_FOUND_AFTER_MS)
     assert (min(by_after) < soon, min(by_parent) < soon) == (True, True), (by_after, by_parent)
+
+
+@pytest.mark.parametrize(("ended", "asked", "written"), [(False, 2, 2), (True, 3, 4)])
+async def test_a_publication_by_itself_that_waits_costs_a_few_small_commands(
+    mongo_uri: str, database: str, ended: bool, asked: int, written: int
+) -> None:
+    commands, count = Commands(sizes=True), 20
+    client = AsyncMongoClient[Any](mongo_uri, event_listeners=[commands], tz_aware=True)
+    async with client, TaskMesh(client, database=database) as mesh:
+        part, join = define(mesh)
+        await part.publish_many({f"{n}": {} for n in range(count)})
+        if ended:
+            await mesh.consumer(worker_id="w1").run(until_idle=True)
+        await join.configure(after=[("part", "0")]).publish("first")  # from now on it knows the fleet
+        before, sent = commands.by_name.copy(), commands.bytes_sent
+        for n in range(count):
+            await join.configure(after=[("part", f"{n}")]).publish(f"{n}")
+        cost = commands.by_name - before
+        # Whether all exist; how they stand once they name it; and whether what waits no more has to tell others.
+        # The insert; that they name it; and if they have ended, that they are kept for it, and that it waits no more.
+        # Marks are removed, and the fleet is read, now and then: on a slow machine, with each.
+        assert cost["find"] <= asked * count + 5, cost
+        assert cost["insert"] + cost["update"] <= (written + 1) * count, cost
+        assert cost["aggregate"] <= count, cost
+        # The whole rule has 38 kB. Only what has ended takes it.
+        assert commands.bytes_sent - sent < count * (60_000 if ended else 10_000)

@@ -39,6 +39,12 @@ def define(mesh: TaskMesh) -> tuple[TaskDefinition[Any, Any], TaskDefinition[Any
     return load, merge
 
 
+async def is_opened(mesh: TaskMesh, key: str) -> bool:
+    """Whether all gates of the flow are noted to be open."""
+    flow = await verbs.read(mesh.store, key)
+    return flow is not None and flow["state"] == "opened"
+
+
 async def drained(mesh: TaskMesh) -> None:
     await mesh.consumer(worker_id="w1").run(until_idle=True)
 
@@ -139,6 +145,30 @@ async def test_d11_nothing_of_a_flow_runs_before_all_of_it_is_there_and_the_same
         await status_is(mesh, "merge", "m", Status.SUCCESS)
     status = await mesh.flow_status("f")
     assert (status.counts, len(status.edges)) == ({"SUCCESS": 21}, 10)  # the join was there: it is joined, not changed
+
+
+async def test_a_member_that_somebody_holds_keeps_only_itself_waiting(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, _ = define(mesh)
+    tasks = mesh.store.driver.collection(mesh.store.tasks)
+    seal = verbs.seal
+    async with mesh.store.driver.session() as session, working(mesh, "w1"):
+        await mesh.store.driver.start_transaction(session)
+
+        async def sealed_and_held(*arguments: Any) -> None:
+            await seal(*arguments)
+            await tasks.update_one({"_id": "load:0"}, {"$set": {"note": "mine"}}, session=session)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(verbs, "seal", sealed_and_held)
+            async with mesh.flow("f") as flow:
+                parts = [flow.add(load, str(n), n=n) for n in range(5)]
+        assert [await part.result(20) for part in parts[1:]] == [1, 2, 3, 4]
+        assert (await parts[0].task()).status is Status.INIT
+        await session.abort_transaction()
+        assert await parts[0].result(20) == 0
+        await eventually(lambda: is_opened(mesh, "f"))
 
 
 async def test_d12_members_that_exist_already_are_joined(mesh: TaskMesh) -> None:

@@ -483,6 +483,11 @@ async def test_short_forms_take_the_plain_tasks_and_no_others(
         assert await steps.record(store, "w1", [made]) == 0, "recorded twice"
 
         sent.clear()
+        started = {"id": "start:1:job:c", "kind": "start", "running_id": "r1", "names": ["job:c"], "size": 5}
+        assert await steps.record_starts(store, "w1", [replace(made, step=started, made_at=None)], None) == 1
+        assert len(sent) == 1, "the start of a child took the whole form"
+
+        sent.clear()
         assert await finish.finish(store, "w1", [Outcome("job:plain", "r1", "succeeded", {"returns": None})]) == 1
         assert len(sent) == 1, "a single execution's SUCCESS took the whole form"
 

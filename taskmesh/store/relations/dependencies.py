@@ -614,7 +614,7 @@ async def _ask(store: Store, ids: Sequence[str], concerned: set[str]) -> bool:
     ready = await _unblocked(store, ids)
     ends = await _ends(store, {id_ for row in ready for id_ in row["wanted"]})
     to_open = [row["_id"] for row in ready if all(ends.get(id_) == "SUCCESS" for id_ in row["wanted"])]
-    opened = await open_gate(store, Gate.DEPENDENCIES, to_open) if to_open else True
+    opened = await open_gate(store, Gate.DEPENDENCIES, to_open)
     done, failed = await _fail(store, {row["_id"]: row["wanted"] for row in ready if row["policy"] == "fail"}, ends)
     concerned.update(to_open, failed)
     return opened and done
