@@ -91,6 +91,23 @@ async def test_an_inserted_task_differs_in_nothing_from_one_published_by_python(
     assert theirs == ours
 
 
+@pytest.mark.parametrize("policy", ["fail", "run", "wait"])
+async def test_what_nobody_has_accepted_yet_is_waited_for(mesh: TaskMesh, tasks: Tasks, policy: str) -> None:
+    @mesh.task
+    async def job(n: int) -> int:
+        return n
+
+    await tasks.insert_one(inserted("job", "elsewhere", {"n": 1}))
+    waiting = await job.configure(after=[("job", "elsewhere")], on_dependency_failure=policy).publish("after", n=2)
+    stored = await tasks.find_one({"_id": "job:elsewhere"})
+    assert stored is not None
+    assert "queue" not in stored
+    async with working(mesh):
+        assert await waiting.result(PATIENCE_S) == 2
+    first, second = [await mesh.get("job", key) for key in ("elsewhere", "after")]
+    assert first.successes[0].success_time <= second.successes[0].start_time
+
+
 async def test_a_delay_counts_from_the_insert(mesh: TaskMesh, tasks: Tasks) -> None:
     @mesh.task
     async def job() -> None: ...

@@ -456,8 +456,13 @@ async def _name(store: Store, dependencies: Sequence[str], dependents: rules.Exp
     return unfinished is not None and others is not None
 
 
-_GOES_ON: Document = {"status": {"$in": _UNFINISHED}, "task_state.released_time": None}
-"""The task is not finished, nor was a finished one that is kept no longer."""
+_GOES_ON: Document = {
+    "status": {"$in": _UNFINISHED},
+    "task_state.worker_states": {"$type": "array"},
+    "task_state.released_time": None,
+}
+"""The task is not finished, nor was a finished one that is kept no longer. (What another language has inserted, and nobody has
+accepted yet, would lose what it names.)"""
 
 
 def naming(dependents: rules.Expression) -> list[Document]:
