@@ -16,6 +16,7 @@ from pymongo.errors import PyMongoError
 
 from taskmesh import Status, TaskError, TaskMesh, TaskOption, current_task
 from taskmesh.client.handle import TaskHandle
+from taskmesh.model.dependency import OnDependencyFailure
 from tests.faults import failing_commands
 from tests.waiting import eventually
 from tests.working import all_working, finished, parts_of, working
@@ -92,7 +93,9 @@ async def test_an_inserted_task_differs_in_nothing_from_one_published_by_python(
 
 
 @pytest.mark.parametrize("policy", ["fail", "run", "wait"])
-async def test_what_nobody_has_accepted_yet_is_waited_for(mesh: TaskMesh, tasks: Tasks, policy: str) -> None:
+async def test_what_nobody_has_accepted_yet_is_waited_for(
+    mesh: TaskMesh, tasks: Tasks, policy: OnDependencyFailure
+) -> None:
     @mesh.task
     async def job(n: int) -> int:
         return n
@@ -104,8 +107,10 @@ async def test_what_nobody_has_accepted_yet_is_waited_for(mesh: TaskMesh, tasks:
     assert "queue" not in stored
     async with working(mesh):
         assert await waiting.result(PATIENCE_S) == 2
-    first, second = [await mesh.get("job", key) for key in ("elsewhere", "after")]
-    assert first.successes[0].success_time <= second.successes[0].start_time
+    first, second = [(await mesh.get("job", key)).successes[0] for key in ("elsewhere", "after")]
+    assert first.success_time is not None
+    assert second.start_time is not None
+    assert first.success_time <= second.start_time
 
 
 async def test_a_delay_counts_from_the_insert(mesh: TaskMesh, tasks: Tasks) -> None:

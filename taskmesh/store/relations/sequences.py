@@ -201,7 +201,7 @@ def _as_seen(lines: Sequence[str], heads: Mapping[str, Document]) -> Document:
 
 
 async def _write(store: Store, command: Document) -> int:
-    """Write. Return how many statements counted; if another worker was faster with some, the next look shows which."""
+    """Write. Return how many lines it concerned; if another worker was faster with some, the next look shows which."""
     command |= {"ordered": False, "writeConcern": {"w": "majority"}, "maxTimeMS": WRITE_DEADLINE_MS}
     try:
         return int((await store.driver.command(command))["n"])
