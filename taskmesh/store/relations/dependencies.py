@@ -367,17 +367,17 @@ async def _answer(store: Store, marked: Sequence[_Marked], leftovers: Leftovers 
     """Act on these marks, and remove them. Return which tasks have changed by that."""
     concerned: set[str] = set()
     for some in _sets(marked):
-        linked = await _link(store, [task for task in some if task.wants_links and not task.finished])
+        held = await _link(store, [task for task in some if task.wants_links and not task.finished])
         failed, blocked, ready = await _fail_those_with_failures(store, some, concerned)
-        done = [linked, failed, await _restore_dependents(store, some, concerned)]
-        if ready:
+        done = [not held, failed, await _restore_dependents(store, some, concerned)]
+        if ready := ready - held:
             done.append(await open_gate(store, Gate.DEPENDENCIES, sorted(ready)))
             concerned.update(ready)
         # What was started by a task that did not succeed is no longer wanted.
         childless = [task.id for task in some if task.has_children and task.finished and task.status != "SUCCESS"]
         concerned.update(await children.cancel(store, childless) if childless else ())
         asked = {id_ for task in some if task.finished for id_ in task.dependents}
-        asked |= {task.id for task in some if task.policy is not None and not task.finished} - blocked - ready
+        asked |= {task.id for task in some if task.policy is not None and not task.finished} - held - blocked - ready
         parts = list(in_parts(sorted(asked)))
         for start in range(0, len(parts), _ASKED_AT_ONCE):
             asking = (_ask(store, part, concerned) for part in parts[start : start + _ASKED_AT_ONCE])
@@ -407,21 +407,25 @@ def _sets(marked: Sequence[_Marked]) -> Iterator[Sequence[_Marked]]:
         yield some
 
 
-async def _link(store: Store, waiting: Sequence[_Marked]) -> bool:
-    """Let the dependencies of these tasks name them. A dependency that does not exist (any more) will count as deleted."""
+async def _link(store: Store, waiting: Sequence[_Marked]) -> set[str]:
+    """Let the dependencies of these tasks name them. A dependency that does not exist (any more) will count as deleted.
+
+    Returns those that could not be linked, since somebody's open transaction holds a dependency: a sweep has to do it again.
+    """
     by_dependencies: dict[tuple[str, ...], list[_Marked]] = {}
     for task in waiting:
         by_dependencies.setdefault(tuple(task.after), []).append(task)
     if len(by_dependencies) > 1 and await _link_at_once(store, waiting):
-        return True
-    done = True
+        return set()
+    held: set[str] = set()
     for dependencies, dependents in by_dependencies.items():
+        ids = [task.id for task in dependents]
         linked = True
-        named = {"$literal": [task.id for task in dependents]}
         for part in in_parts(dependencies):
-            linked &= await _name(store, part, named)
-        done &= linked and await _note_linked(store, dependents)
-    return done
+            linked &= await _name(store, part, {"$literal": ids})
+        if not (linked and await _note_linked(store, dependents)):
+            held.update(ids)
+    return held
 
 
 async def _link_at_once(store: Store, waiting: Sequence[_Marked]) -> bool:
