@@ -252,14 +252,11 @@ def _given_back_alone(now: rules.Expression) -> Document:
     }
 
 
-def of_these(outcomes: Iterable[Outcome]) -> list[Document]:
+def of_these(outcomes: Sequence[Outcome]) -> list[Document]:
     """Return the conditions that a task is one of these, and RUNNING by the same execution."""
-    ids_of = ids_by_claim(outcomes)
-    held = [
-        {"_id": {"$in": ids}, "task_state.worker_states": at_work(running_id)} for running_id, ids in ids_of.items()
-    ]
+    held = _of_each_claim(outcomes)
     return [
-        {"_id": {"$in": [id_ for ids in ids_of.values() for id_ in ids]}, "status": "RUNNING"},
+        {"_id": {"$in": [outcome.id for outcome in outcomes]}, "status": "RUNNING"},
         # A double `$nor` is an `$or` that uses no index: with one, the server may read each document twice.
         *(held if len(held) == 1 else [{"$nor": [{"$nor": held}]}]),
     ]
@@ -291,6 +288,14 @@ def ids_by_claim(outcomes: Iterable[Outcome]) -> dict[str, list[str]]:
     for outcome in outcomes:
         ids_of.setdefault(outcome.running_id, []).append(outcome.id)
     return ids_of
+
+
+def _of_each_claim(outcomes: Sequence[Outcome]) -> list[Document]:
+    """Return, for each claim, the condition that a task is one of its own, and has its entry, RUNNING."""
+    return [
+        {"_id": {"$in": ids}, "task_state.worker_states": at_work(running_id)}
+        for running_id, ids in ids_by_claim(outcomes).items()
+    ]
 
 
 def at_work(running_id: str) -> Document:
@@ -334,13 +339,11 @@ async def _note_stopped(store: Store, outcomes: Sequence[Outcome]) -> int:
     return len(outcomes)
 
 
-def still_held_by(outcomes: Iterable[Outcome], now: rules.Expression) -> Document:
+def still_held_by(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
     """Match the tasks whose own entry, by its `running_id`, is live."""
-    ids_of = ids_by_claim(outcomes)
-    per_claim = [
-        {"_id": {"$in": ids}, "task_state.worker_states": at_work(running_id)} for running_id, ids in ids_of.items()
-    ]
-    mine = {"$and": [{"$in": ["$$this.running_id", {"$literal": list(ids_of)}]}, rules.is_live(now)]}
+    per_claim = _of_each_claim(outcomes)
+    running_ids = list(dict.fromkeys(outcome.running_id for outcome in outcomes))
+    mine = {"$and": [{"$in": ["$$this.running_id", {"$literal": running_ids}]}, rules.is_live(now)]}
     live = {"$expr": {"$anyElementTrue": [{"$map": {"input": rules.ENTRIES, "in": mine}}]}}
     held = per_claim[0] if len(per_claim) == 1 else {"$or": per_claim}
     return {"status": "RUNNING", **held, **live}

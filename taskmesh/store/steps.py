@@ -96,11 +96,11 @@ async def _record_plain(
     told = stamp("step_recorded", now, {"$literal": worker_id})
     # The record, behind the others.
     stages: list[Document] = [{"$set": {"task_state": _longer(outcomes, now, {}), RECORD_EVENT: told}}]
-    reply = await store.update(_plain(outcomes, now), stages, deadline_ms, session, hint="_id_")
+    reply = await store.update(_nothing_else_changes(outcomes, now), stages, deadline_ms, session, hint="_id_")
     return int(reply["n"])
 
 
-def _plain(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
+def _nothing_else_changes(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
     """Match the tasks in which nothing but the record changes: see `_record_plain`."""
     until = {"$arrayElemAt": [f"{rules.ENTRIES}.ping_expire_time", 0]}
     left_ms = per_outcome([_young_ms(outcome.lease_ms) for outcome in outcomes], outcomes)
@@ -189,7 +189,7 @@ async def record_starts(store: Store, worker_id: str, outcomes: Sequence[Outcome
     """
     now = store.now
     starting = _starting(worker_id, outcomes, now)
-    plain_ones = {"$and": [_plain(outcomes, now), {"$expr": _starts_none_of(outcomes)}]}
+    plain_ones = {"$and": [_nothing_else_changes(outcomes, now), {"$expr": _starts_none_of(outcomes)}]}
     counted = int((await store.update(plain_ones, starting, WRITE_DEADLINE_MS, session, hint="_id_"))["n"])
     if counted == len(outcomes):
         return counted
